@@ -1,0 +1,1 @@
+"""The Gaudi fix pack: one module a fix, and the applier that rewrites installed packages."""
