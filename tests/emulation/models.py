@@ -81,8 +81,8 @@ def hybrid() -> Any:
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [4, 2, 2],
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     }
     config = Qwen3_5Config(

@@ -76,12 +76,13 @@ class HpuMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.device:  # a name is not a place
-            return func(*args, **kwargs)
+        if func is torch.device:  # names a place, puts nothing there; a number is the accelerator's
+            return func("hpu", *args) if args and type(args[0]) is int else func(*args, **kwargs)
         named_device = "device" in kwargs and kwargs["device"] is not None
         args = tuple(_on_cpu(arg) for arg in args)
         if named_device:
-            kwargs["device"] = _on_cpu(kwargs["device"])
+            numbered = type(kwargs["device"]) is int
+            kwargs["device"] = CPU if numbered else _on_cpu(kwargs["device"])
         elif is_hpu(default_device.CURRENT_DEVICE) and func in default_device._device_constructors():
             # torch keeps its own mode for the default device below this one: answer before it does
             kwargs["device"] = CPU
