@@ -2,5 +2,6 @@
 
 Data flows one way: ``profiles`` and ``selection`` say what is wanted, ``locate`` finds the
 packages, ``plan`` turns pristine text into rewritten text in memory, ``store`` writes it, all or
-nothing, and ``report`` tells. ``runner`` puts them together; ``fast`` is the run with nothing to do.
+nothing, and ``report`` tells. ``runner`` puts them together; ``fast`` is the run that has nothing
+to do.
 """
