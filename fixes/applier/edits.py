@@ -45,7 +45,7 @@ _LAYOUT = re.compile(
 
 
 @cache
-def _code_fields(kind: type[Any]) -> tuple[str, ...]:
+def _code_fields(kind: Any) -> tuple[str, ...]:
     """The fields of a node class that hold code, not layout."""
     names = (field.name for field in dataclasses.fields(kind))
     return tuple(name for name in names if not _LAYOUT.fullmatch(name))
@@ -93,7 +93,8 @@ def _same(pattern: Any, code: Any) -> bool:
         return False
     if isinstance(pattern, cst.CSTNode):
         return all(
-            _same(getattr(pattern, name), getattr(code, name)) for name in _code_fields(type(code))
+            _same(getattr(pattern, name), getattr(code, name))
+            for name in _code_fields(code.__class__)
         )
     return bool(pattern == code)
 
