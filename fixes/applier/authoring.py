@@ -1,4 +1,4 @@
-"""Tools for those who write fixes: record and check locks, start a fix, carry it to a new release."""
+"""Tools for those who write fixes: record and check locks, start a fix, carry it to a release."""
 
 from __future__ import annotations
 
