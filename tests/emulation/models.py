@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 VOCABULARY = 256
 EOS = 1
 IMAGE, VIDEO, VISION_START, VISION_END = 2, 3, 4, 5
@@ -116,8 +114,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _fill(model: torch.nn.Module) -> None:
+def _fill(model: Any) -> None:
     """Weights that keep the scale; see the module's docstring."""
+    import torch
+
     generator = torch.Generator().manual_seed(20260923)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -135,17 +135,15 @@ def _fill(model: torch.nn.Module) -> None:
 
 def tokenizer(folder: Path) -> None:
     """One word a token, so that text and ids can be read against each other: ``w8 w9`` is [8, 9]."""
-    from tokenizers import Tokenizer, decoders
+    from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<eos>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<unk>"]
     words = special + [f"w{n}" for n in range(len(special), VOCABULARY)]
-    words[7] = "w7"
     raw = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = WhitespaceSplit()
-    raw.decoder = decoders.WordPiece(prefix="", cleanup=False)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=raw,
         pad_token="<pad>",
@@ -173,6 +171,8 @@ def build(kind: str, folder: Path) -> Path:
     """The checkpoint of a model of MODELS, made in folder when it is not there yet."""
     target = folder / kind
     if not (target / "config.json").exists():
+        import torch
+
         torch.manual_seed(0)
         model = MODELS[kind]().to(torch.bfloat16)
         _fill(model)

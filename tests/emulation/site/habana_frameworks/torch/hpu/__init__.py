@@ -5,6 +5,7 @@ The API follows Gaudi's documentation ("PyTorch Python packages", ``hpu`` module
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -147,5 +148,15 @@ def recompute_sdp_enabled() -> bool:
 
 
 def wrap_in_hpu_graph(module: Any, *_args: object, **_options: object) -> Any:
-    """Capture and replay a module's graph (lazy mode): here the module just runs."""
+    """Capture and replay a module's graph (lazy mode): here the module just runs.
+
+    As in the bridge's ``hpu/graphs.py`` a call of the wrapped module takes one argument more.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, bypass_hpu_graphs: bool = False, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = run
     return module
