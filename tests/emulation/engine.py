@@ -1,7 +1,7 @@
 """The real engine on the emulated device: ``vllm.LLM`` with the knobs that the tests turn.
 
-One engine at a time lives in a process: vllm_gaudi keeps its configuration, and vLLM its process groups,
-in globals. Importing vLLM takes about 15 s, a further engine about 2.
+One engine at a time lives in a process: vllm_gaudi keeps its configuration, and vLLM its process
+groups, in globals. Importing vLLM takes about 15 s, a further engine about 2.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Knobs:
-    """How an engine is set up. The defaults are the simplest engine: one step at a time, no caching."""
+    """How an engine is set up. The defaults are the simplest one: synchronous, no caching."""
 
     model: str = "dense"
     asynchronous: bool = False
@@ -122,7 +121,9 @@ class Engine:
         from vllm import SamplingParams
 
         options = {"temperature": 0.0, "ignore_eos": True, "max_tokens": length} | sampling
-        return [list(o.outputs[0].token_ids) for o in self.generate(prompts, SamplingParams(**options))]
+        return [
+            list(o.outputs[0].token_ids) for o in self.generate(prompts, SamplingParams(**options))
+        ]
 
     @property
     def core(self) -> Any:
@@ -141,9 +142,9 @@ class Engine:
 
     def reset(self) -> None:
         """As if new: no cached prefix. Requests have all ended, or this engine is broken."""
-        if self.llm.llm_engine.has_unfinished_requests():
-            self.broken = True
-        elif self.knobs.prefix_caching and not self.llm.reset_prefix_cache():
+        if self.llm.llm_engine.has_unfinished_requests() or (
+            self.knobs.prefix_caching and not self.llm.reset_prefix_cache()
+        ):
             self.broken = True
 
     def close(self) -> None:
@@ -190,6 +191,9 @@ class Engines:
         checkpoint = models.build(knobs.model, self.folder)
         from vllm import LLM
 
+        # vllm_gaudi collects garbage a dozen times as it starts, half a second each on a heap
+        # this big: let it look only at what the engine makes. Closing an engine undoes this.
+        gc.freeze()
         try:
             return Engine(knobs, LLM(**knobs.llm_arguments(checkpoint)), checkpoint)
         except BaseException:

@@ -1,7 +1,7 @@
 """Pytest fixtures of the emulated engine, for every test file (a plugin: see tests/conftest.py).
 
-``engines(model="hybrid", prefix_caching=True)`` is a living engine on the packages under test. Nothing
-heavy is imported before the first call.
+``engines(model="hybrid", prefix_caching=True)`` is a living engine on the packages under test.
+Nothing heavy is imported before the first call.
 """
 
 from __future__ import annotations

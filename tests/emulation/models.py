@@ -1,8 +1,9 @@
-"""Tiny random models, made on the spot: real architectures of transformers, real checkpoints on disk.
+"""Tiny random models, made on the spot: real architectures, real checkpoints on disk.
 
-Random weights of the usual size (0.02) give a model that repeats itself and forgets everything, on which
-most faults are invisible. Here every matrix keeps the scale of its input, so that each token depends on all
-before it, and the recurrent layers decay slowly, so that a wrong state is still wrong many tokens later.
+Random weights of the usual size (0.02) give a model that repeats itself and forgets everything,
+on which most faults are invisible. Here every matrix keeps the scale of its input, so that each
+token depends on all before it, and the recurrent layers decay slowly, so that a wrong state is
+still wrong many tokens later.
 """
 
 import json
@@ -134,13 +135,21 @@ def _fill(model: Any) -> None:
 
 
 def tokenizer(folder: Path) -> None:
-    """One word a token, so that text and ids can be read against each other: ``w8 w9`` is [8, 9]."""
+    """One word a token, so that text and ids are easily compared: ``w8 w9`` is [8, 9]."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<eos>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<unk>"]
+    special = [
+        "<pad>",
+        "<eos>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<unk>",
+    ]
     words = special + [f"w{n}" for n in range(len(special), VOCABULARY)]
     raw = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = WhitespaceSplit()

@@ -19,7 +19,9 @@ def pictures(count: int) -> list[Any]:
     ]
 
 
-def prompt_with_images(engine: Any, text: list[int], count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def prompt_with_images(
+    engine: Any, text: list[int], count: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A prompt for the engine, and what transformers' model takes for the same images."""
     from transformers import AutoImageProcessor
 

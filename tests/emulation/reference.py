@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# The engine computes in bfloat16 (8 bits of mantissa) through a few layers: two tokens whose logits are
-# this near are a tie.
+# The engine computes in bfloat16 (8 bits of mantissa) through a few layers: two tokens whose
+# logits are this near are a tie.
 TIE = 0.06
 
 

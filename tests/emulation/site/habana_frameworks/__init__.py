@@ -1,9 +1,9 @@
 """Stand-in for Intel Gaudi's closed ``habana_frameworks``: the device, in pure torch, on the CPU.
 
-The real vllm_gaudi plugin runs on it unmodified. Written from the plugin's own calls and from public
-sources: Gaudi's documentation and the open part of its bridge (github.com/HabanaAI/gaudi-pytorch-bridge,
-named "the bridge" below). Each operation names the source of its semantics. What this cannot show is
-listed in docs/testing.md.
+The real vllm_gaudi plugin runs on it unmodified. Written from the plugin's own calls and from
+public sources: Gaudi's documentation and the open part of its bridge
+(github.com/HabanaAI/gaudi-pytorch-bridge, named "the bridge" below). Each operation names the
+source of its semantics. What this cannot show is listed in docs/testing.md.
 """
 
 import importlib.util
@@ -25,8 +25,9 @@ def _autoload() -> None:
 def _declare_torchvision_operators() -> None:
     """Let ``import torchvision`` work beside a CPU torch.
 
-    The public torchvision wheel is built for CUDA, so beside a CPU torch its operator library does not
-    load; torchvision goes on without, except that it annotates two operators by name. Nothing here calls them.
+    The public torchvision wheel is built for CUDA, so beside a CPU torch its operator library
+    does not load; torchvision goes on without, except that it annotates two operators by name.
+    Nothing here calls them.
     """
     import torch
 

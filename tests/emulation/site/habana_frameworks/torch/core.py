@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.core``: graph boundaries and set-up calls. On the CPU nothing is deferred."""
+"""``habana_frameworks.torch.core``: graph boundaries and set-up calls. Nothing is deferred here."""
 
 
 def mark_step(*_args: object, **_options: object) -> None:

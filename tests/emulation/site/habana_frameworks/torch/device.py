@@ -1,14 +1,14 @@
 """The device itself: everything that says ``hpu`` runs on the CPU.
 
-``torch.device("hpu")`` is a legal device without a backend, so code can make, compare and print it; what
-fails is putting a tensor there. A function mode sees every torch call before torch does and
+``torch.device("hpu")`` is a legal device without a backend, so code can make, compare and print
+it; what fails is putting a tensor there. A function mode sees every call before torch does and
 
 * sends ``hpu`` and ``hpu:N`` to the CPU, also when they come from ``with torch.device("hpu")``;
-* copies at every transfer. ``x.to("hpu")`` is the same tensor on one device; on two it never is, and code
-  that relies on either would be tested wrongly. A tensor does not know its side, so a transfer to the side
-  where it already is copies too;
-* lets indices be padding, as on the device: negative ones wrap in gathers and scatters and are dropped by
-  ``one_hot`` (vllm_gaudi's own branch for a fake device, ``HPUModelRunner._set_block_mapping``, says so).
+* copies at every transfer, since host and device never share memory. A tensor does not know its
+  side, so a transfer to the side where it already is copies too;
+* lets indices be padding, as on the device: negative ones wrap in gathers and scatters and are
+  dropped by ``one_hot`` (vllm_gaudi's own branch for a fake device,
+  ``HPUModelRunner._set_block_mapping``, says so).
 
 Modes are per thread, so every thread starts with its own.
 """
@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device as default_device
 
 CPU = torch.device("cpu")
@@ -40,6 +40,7 @@ _INDEXED_BY_DIM = {
     for owner in (torch, torch.Tensor)
     if hasattr(owner, name)
 }
+_CONSTRUCTORS = default_device._device_constructors()
 _TRANSFERS = {torch.Tensor.to, torch.Tensor.cpu}
 _VIEWS_OF_HOST_MEMORY = {torch.as_tensor, torch.asarray}
 
@@ -83,8 +84,8 @@ class HpuMode(TorchFunctionMode):
         if named_device:
             numbered = type(kwargs["device"]) is int
             kwargs["device"] = CPU if numbered else _on_cpu(kwargs["device"])
-        elif is_hpu(default_device.CURRENT_DEVICE) and func in default_device._device_constructors():
-            # torch keeps its own mode for the default device below this one: answer before it does
+        elif is_hpu(default_device.CURRENT_DEVICE) and func in _CONSTRUCTORS:
+            # set_default_device puts torch's own mode below this one: answer before it does
             kwargs["device"] = CPU
 
         if func in _INDEXED_BY_DIM and len(args) > 2 and isinstance(args[2], torch.Tensor):
@@ -128,14 +129,27 @@ def _compile(model: Any = None, **_options: object) -> Any:
     return (lambda decorated: decorated) if model is None else model
 
 
+def _get_default_device() -> torch.device:
+    """As torch's own, which looks where a new tensor lands: never on ``hpu`` here."""
+    modes = reversed(_get_current_function_mode_stack())
+    device = next((m.device for m in modes if isinstance(m, default_device.DeviceContext)), None)
+    if device is not None and is_hpu(device):
+        return torch.device("hpu", device.index or 0)
+    return _torch_default_device()
+
+
+_torch_default_device = torch.get_default_device
+
+
 def install(hpu: ModuleType) -> None:
-    """Make ``hpu`` a device of this process: the module ``torch.hpu``, and a mode for every thread."""
+    """Make ``hpu`` a device here: the module ``torch.hpu``, and a mode for every thread."""
     if hasattr(torch, "hpu"):
         return
     torch._register_device_module("hpu", hpu)
     sys.modules["torch.hpu"] = hpu
     torch.Generator = Generator  # type: ignore[misc]
     torch.compile = _compile  # type: ignore[assignment]
+    torch.get_default_device = _get_default_device
     for name in ("synchronize", "empty_cache", "device_count", "is_available"):
         setattr(torch.accelerator, name, getattr(hpu, name))
 

@@ -1,4 +1,4 @@
-"""The ``hccl`` backend of ``torch.distributed``, on gloo: real collectives between real processes."""
+"""The ``hccl`` backend of ``torch.distributed``, on gloo: real data between processes."""
 
 import datetime
 

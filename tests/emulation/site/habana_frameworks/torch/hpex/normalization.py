@@ -8,8 +8,8 @@ import torch
 class FusedRMSNorm:
     """Root mean square norm. Signature: the bridge's ``hpex/normalization/FusedRMSNorm.py``.
 
-    The statistics are in float32 and the result has the input's type; the fused kernel's own rounding is
-    not emulated.
+    The statistics are in float32 and the result has the input's type; the fused kernel's own
+    rounding is not emulated.
     """
 
     @staticmethod

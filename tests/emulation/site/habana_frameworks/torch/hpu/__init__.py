@@ -16,7 +16,8 @@ from . import graphs, metrics, random
 
 __all__ = ["graphs", "metrics", "random"]
 
-# A small card: enough for any test model, little enough that nobody allocates a real one by mistake.
+# A small card: enough for any test model, little enough that nobody allocates a real one by
+# mistake.
 TOTAL_MEMORY = 2 << 30
 
 

@@ -6,7 +6,7 @@ import os
 import torch
 
 
-class synDeviceType(enum.IntEnum):  # noqa: N801  (the real name)
+class synDeviceType(enum.IntEnum):
     synDeviceGaudi = 1
     synDeviceGaudi2 = 4
     synDeviceGaudi3 = 5

@@ -59,6 +59,15 @@ class FusedSDPA:
             q, k, v, attn_mask = gqa_input_reshape_fwd(q, k, v, attn_mask)
             sinks = None if sinks is None else sinks.view(k.shape[1], -1)
         out, _, _ = attention(
-            q, k, v, attn_mask, is_causal, scale, valid_seq_len, seq_padding_type, window_size, sinks
+            q,
+            k,
+            v,
+            attn_mask,
+            is_causal,
+            scale,
+            valid_seq_len,
+            seq_padding_type,
+            window_size,
+            sinks,
         )
         return gqa_output_reshape(out) if gqa else out
