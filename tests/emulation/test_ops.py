@@ -269,6 +269,36 @@ class TestFp8:
         torch.testing.assert_close(out, (a.float() @ b.float()) * rows * columns + bias + add)
 
 
+class TestFourBits:
+    def pack(self, torch: Any, values: Any) -> Any:
+        words = [sum(int(v) << (4 * n) for n, v in enumerate(row)) for row in values.view(-1, 8)]
+        signed = [w - (1 << 32) if w >= 1 << 31 else w for w in words]
+        return torch.tensor(signed, dtype=torch.int32).view(values.shape[0], -1)
+
+    @pytest.mark.parametrize("named", [False, True])
+    def test_groups_of_rows(self, torch: Any, named: bool) -> None:
+        values, zeros = torch.randint(0, 16, (6, 16)), torch.randint(0, 16, (2, 16))
+        scales = torch.randn(2, 16)
+        group = torch.tensor([0, 1, 1, 0, 1, 0]) if named else torch.tensor([0, 0, 0, 1, 1, 1])
+        out = torch.ops.hpu.convert_from_uint4(
+            self.pack(torch, values),
+            scales,
+            self.pack(torch, zeros),
+            torch.float32,
+            group if named else None,
+        )
+        plain = [
+            [(values[i, j] - zeros[group[i], j]) * scales[group[i], j] for j in range(16)]
+            for i in range(6)
+        ]
+        torch.testing.assert_close(out, torch.tensor(plain))
+
+    def test_no_zero_point(self, torch: Any) -> None:
+        values, scale = torch.randint(0, 16, (2, 8)), torch.randn(2, 8)
+        out = torch.ops.hpu.convert_from_uint4(self.pack(torch, values), scale, None, torch.float32)
+        torch.testing.assert_close(out, values * scale)
+
+
 class TestMixtureOfExperts:
     """Four experts of which this rank has those from 1 to 3."""
 

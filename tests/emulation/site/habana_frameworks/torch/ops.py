@@ -190,11 +190,11 @@ def cast_to_fp8_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """input * scale in fp8, saturating, and the largest absolute value when asked for.
 
-    Source: the bridge's ``test_hpu_fp8_ops_any_mode.py``. Stochastic rounding is not emulated.
+    The product is taken in the input's type. Source: the bridge's ``test_hpu_fp8_ops_any_mode.py``. Stochastic rounding is not emulated.
     """
     dtype = dtype or torch.float8_e5m2
     limit = FP8_MAX[dtype]
-    scaled = (input.float() * _factor(scale, scale_shape)).clamp(-limit, limit)
+    scaled = (input * _factor(scale, scale_shape).to(input.dtype)).float().clamp(-limit, limit)
     amax = input.abs().amax().float() if is_amax else torch.empty(0)
     return scaled.to(dtype), amax
 
@@ -207,6 +207,31 @@ def cast_from_fp8(
 ) -> torch.Tensor:
     """input * scale in a wide type (the same test)."""
     return (input.float() * _factor(scale, scale_shape)).to(out_dtype)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Eight unsigned values out of each int32, lowest first, along the last dimension."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((packed.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)
+
+
+def convert_from_uint4(call: dict[str, Any]) -> torch.Tensor:
+    """(value - zero point) * scale of packed 4-bit weights.
+
+    Source: the bridge's ``test_hpu_convert_from_int4.py``. Scales and zero points may be those of
+    groups of rows, which are of one size or named by g_idx (calls in vllm_gaudi's ``hpu_gptq.py``).
+    """
+    values, scale, zero = _nibbles(call["input"]), call["scale"], call["zero_point"]
+    if zero is not None and zero.dtype == torch.int32:
+        zero = _nibbles(zero)
+    if scale.shape[0] != values.shape[0]:
+        group = call.get("g_idx")
+        if group is None:
+            group = torch.arange(values.shape[0]) // (values.shape[0] // scale.shape[0])
+        scale, zero = scale[group], None if zero is None else zero[group]
+    if zero is not None:
+        values = values - zero
+    return (values.to(call["out_dtype"]) * scale).to(call["out_dtype"])
 
 
 def fp8_gemm_v2(call: dict[str, Any]) -> torch.Tensor:
