@@ -190,7 +190,8 @@ def cast_to_fp8_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """input * scale in fp8, saturating, and the largest absolute value when asked for.
 
-    The product is taken in the input's type. Source: the bridge's ``test_hpu_fp8_ops_any_mode.py``. Stochastic rounding is not emulated.
+    The product is taken in the input's type. Source: the bridge's
+    ``test_hpu_fp8_ops_any_mode.py``. Stochastic rounding is not emulated.
     """
     dtype = dtype or torch.float8_e5m2
     limit = FP8_MAX[dtype]
@@ -329,18 +330,19 @@ def _moe_schemas() -> Iterator[str]:
     chunks = "int experts_min, int experts_max, int chunk_size=0, int total_experts=0"
     ending = f"bool permuted_weights, str activation, {chunks}) -> Tensor"
     apart, fused = "Tensor[] w1, Tensor[] w2, Tensor[] w3", "Tensor[] w12, Tensor[] w3"
-    yield f"({given}, {apart}, {ending}"
-    yield f".fused_weights({given}, {fused}, {ending}"
+    yield f"mixture_of_experts({given}, {apart}, {ending}"
+    yield f"mixture_of_experts.fused_weights({given}, {fused}, {ending}"
     for dynamic in ("", "_dynamic"):
         for kind, one in (("", "Tensor"), ("_scalars", "float")):
             for name, weights in (("fp8", apart), ("fp8_fused_weights", fused)):
                 inner = "" if dynamic else f"{one}[] d_scale_intermediate_hidden_states, "
                 scales = weights.replace("Tensor[] ", f"{one}[] d_scale_")
                 scales = f"{one} d_scale_hidden_states, {inner}{scales}"
-                yield f".{name}{kind}{dynamic}({given}, {weights}, {scales}, {ending}"
+                overload = f"mixture_of_experts.{name}{kind}{dynamic}"
+                yield f"{overload}({given}, {weights}, {scales}, {ending}"
     yield (
-        f".bias_fused_weights({given}, {fused}, Tensor[] w12_bias, Tensor[] w3_bias, "
-        f"bool permuted_weights, {chunks}, float alpha=1.702, float limit=7.0) -> Tensor"
+        f"mixture_of_experts.bias_fused_weights({given}, {fused}, Tensor[] w12_bias, "
+        f"Tensor[] w3_bias, bool permuted_weights, {chunks}, float alpha=1.702, float limit=7.0) -> Tensor"
     )
 
 
@@ -349,77 +351,57 @@ def _moe_schemas() -> Iterator[str]:
 _SCALES = (("", "Tensor?", "=None"), (".scalar", "float", ""), (".scalar_list", "float[]", ""))
 
 
-def _schemas() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _schemas() -> Iterator[str]:
     for overload, kind, default in _SCALES:
         yield (
-            (
-                f"cast_to_fp8_v2{overload}(Tensor input, {kind} scale{default}, "
-                "bool stochastic_rounding=False, bool is_amax=False, ScalarType dtype=None, "
-                "int[]? scale_shape=None) -> (Tensor, Tensor)"
-            ),
-            cast_to_fp8_v2,
+            f"cast_to_fp8_v2{overload}(Tensor input, {kind} scale{default}, "
+            "bool stochastic_rounding=False, bool is_amax=False, ScalarType dtype=None, "
+            "int[]? scale_shape=None) -> (Tensor, Tensor)"
         )
         yield (
-            (
-                f"cast_from_fp8{overload}(Tensor input, {kind} scale, ScalarType out_dtype, "
-                "int[]? scale_shape=None) -> Tensor"
-            ),
-            cast_from_fp8,
+            f"cast_from_fp8{overload}(Tensor input, {kind} scale, ScalarType out_dtype, "
+            "int[]? scale_shape=None) -> Tensor"
         )
         yield (
-            (
-                f"fp8_gemm_v2{overload}(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, "
-                f"ScalarType out_dtype, {kind} A_scale_inv{default}, {kind} B_scale_inv{default}, "
-                "Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) -> Tensor"
-            ),
-            fp8_gemm_v2,
+            f"fp8_gemm_v2{overload}(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, "
+            f"ScalarType out_dtype, {kind} A_scale_inv{default}, {kind} B_scale_inv{default}, "
+            "Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) -> Tensor"
         )
     yield (
-        (
-            "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, "
-            "float scale, bool is_causal, bool requires_backward, str softmax_mode, "
-            "Tensor? valid_seq_len, str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
-        ),
-        sdpa_recomp_fwd,
+        "convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, "
+        "ScalarType out_dtype, Tensor? g_idx=None) -> Tensor"
     )
     yield (
-        (
-            "block_softmax(Tensor attn, Tensor block_bias, Tensor block_groups) "
-            "-> (Tensor, Tensor, Tensor)"
-        ),
-        block_softmax,
+        "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, "
+        "float scale, bool is_causal, bool requires_backward, str softmax_mode, "
+        "Tensor? valid_seq_len, str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     yield (
-        (
-            "block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, "
-            "int batch_size, int[] out_shape) -> Tensor"
-        ),
-        block_softmax_adjustment,
+        "block_softmax(Tensor attn, Tensor block_bias, Tensor block_groups) "
+        "-> (Tensor, Tensor, Tensor)"
     )
     yield (
-        (
-            "softmax_fa2(Tensor attn, Tensor? inputM=None, Tensor? inputL=None) "
-            "-> (Tensor, Tensor, Tensor, Tensor)"
-        ),
-        softmax_fa2,
+        "block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, "
+        "int batch_size, int[] out_shape) -> Tensor"
     )
+    yield (
+        "softmax_fa2(Tensor attn, Tensor? inputM=None, Tensor? inputL=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    yield from _moe_schemas()
 
 
 def register() -> None:
-    """Define every operation of ``torch.ops.hpu``."""
+    """Define every operation of ``torch.ops.hpu``; the function of the same name computes it."""
     if hasattr(torch.ops.hpu, "mixture_of_experts"):
         return
-    for schema, implementation in _schemas():
-        _define(schema, implementation)
-    for schema in _moe_schemas():
-        _define(f"mixture_of_experts{schema}", mixture_of_experts)
-
-
-def _define(schema: str, implementation: Callable[..., Any]) -> None:
-    if next(iter(inspect.signature(implementation).parameters)) == "call":
-        implementation = _by_name(schema, implementation)
-    _library.define(schema)
-    _library.impl(schema.partition("(")[0], implementation, "CompositeExplicitAutograd")
+    for schema in _schemas():
+        name = schema.partition("(")[0]
+        implementation = globals()[name.partition(".")[0]]
+        if next(iter(inspect.signature(implementation).parameters)) == "call":
+            implementation = _by_name(schema, implementation)
+        _library.define(schema)
+        _library.impl(name, implementation, "CompositeExplicitAutograd")
 
 
 def _by_name(schema: str, function: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
