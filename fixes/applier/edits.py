@@ -165,11 +165,14 @@ class Definition:
         """Take out a statement or a run of statements; an emptied block is left with `pass`."""
         self._edit_statements(pattern, lambda _old: [], count)
 
-    def wrap(self, pattern: str, header: str, *, count: int = 1) -> None:
-        """Move a statement (or a run) into a block, as in ``wrap("x = f()", "with lock:")``."""
+    def wrap(self, pattern: str, header: str, *, footer: str = "", count: int = 1) -> None:
+        """Move a statement (or a run) into a block, as in ``wrap("x = f()", "with lock:")``.
+
+        ``footer`` is what stands below a block that does not end there: the handlers of a ``try:``.
+        """
 
         def change(old: list[Any]) -> list[Any]:
-            (block,) = self._parsed(f"{header}\n    pass")
+            (block,) = self._parsed(f"{header}\n    pass\n{textwrap.dedent(footer).strip()}")
             above = old[0].leading_lines
             inner = [old[0].with_changes(leading_lines=()), *old[1:]]
             block = block.with_changes(body=block.body.with_changes(body=inner))
