@@ -64,7 +64,13 @@ def summary(document: Mapping[str, Any]) -> str:
     return f"{counts} profile={document['profile'] or 'none'}"
 
 
-_SIGNS = {"applied": "+", "unchanged": "=", "taken back": "-"}
+_SIGNS = {
+    "applied": "+",
+    "would apply": "+",
+    "unchanged": "=",
+    "taken back": "-",
+    "would take back": "-",
+}
 
 
 def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
