@@ -19,6 +19,9 @@ from fixes.applier.digest import digest
 # Kept in step with store.py by a test; importing it would cost more than this whole run.
 STATE_FOLDER = ".gaudi-fix-pack"
 
+# What a lock leaves out because it is so nearly always: `profiles.LockedSite`'s defaults.
+_UNSAID = {"shape": "", "rewritten": True}
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -65,7 +68,10 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
     if os.path.exists(os.path.join(state, "journal.json")):
         return None
     with open(os.path.join(root, "profiles", f"{profile}.lock"), "rb") as lock:
-        locked = json.loads(lock.read())["fixes"]
+        locked = {
+            fix: [{**_UNSAID, **site} for site in sites]
+            for fix, sites in json.loads(lock.read())["fixes"].items()
+        }
     return report.build(
         command="apply",
         profile=profile,
