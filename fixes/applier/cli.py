@@ -314,6 +314,8 @@ def _emit(text: str) -> None:
 
     Whether packages were rewritten does not depend on who listens, so neither does the exit code.
     """
+    if sys.stdout is None:
+        return
     try:
         if hasattr(sys.stdout, "buffer"):
             sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))

@@ -99,4 +99,4 @@ def _inside(folders: dict[str, str], path: str) -> str:
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise ValueError(path)
-    return os.path.join(os.path.dirname(folders[parts[0]]), *parts)
+    return os.path.join(folders[parts[0]], *parts[1:])
