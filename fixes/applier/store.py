@@ -193,6 +193,7 @@ class Store:
         """Hold the lock. Waits for another run for so long, then raises :class:`Busy`."""
         descriptor = self._take_lock(time.monotonic() + seconds)
         try:
+            self._furnish()
             yield
         finally:
             try:
@@ -204,14 +205,19 @@ class Store:
                 os.close(descriptor)
 
     def _take_lock(self, deadline: float) -> int:
+        path = self.folder / "lock"
         while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder, 0o755)
             try:
-                self._make_folder()
-                path = self.folder / "lock"
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
             except FileNotFoundError:
                 continue  # a run that reverted removed the folder under us
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.folder)  # no more than the empty one made above
+                raise
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Locking a file that a reverting run has meanwhile removed would lock nobody out.
@@ -232,11 +238,9 @@ class Store:
                 raise
             os.close(descriptor)
 
-    def _make_folder(self) -> None:
-        for folder in (self.folder, self.folder / "objects"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder)
-                os.chmod(folder, 0o755)
+    def _furnish(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.folder / "objects", 0o755)
         ignore = self.folder / ".gitignore"
         if not ignore.exists():  # an editable install is somebody's checkout
             self._write(ignore, b"*\n")

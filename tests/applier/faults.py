@@ -10,9 +10,9 @@ from typing import Any
 from unittest import mock
 
 # What a run calls to change the disk. Reading calls cannot leave anything half done.
-WRITING = (
-    "chmod fchmod fchown fsync link mkdir open rename replace rmdir symlink unlink utime write"
-).split()
+WRITING = """
+    chmod fchmod fchown fsync link mkdir open rename replace rmdir symlink unlink utime write
+"""
 
 
 class Counter:
@@ -40,7 +40,7 @@ def at_call(number: int, act: Callable[[], None]) -> Iterator[Counter]:
     """Act in the place of the n-th writing call made in the block."""
     counter = Counter(number, act)
     with contextlib.ExitStack() as stack:
-        for name in WRITING:
+        for name in WRITING.split():
             stack.enter_context(mock.patch.object(os, name, counter.wrap(getattr(os, name))))
         yield counter
 

@@ -167,3 +167,54 @@ def test_killed_during_recovery(scenario: Scenario) -> None:
         if survived:
             break
     assert number > 5, "recovery writes, so it can be killed"
+
+
+def test_eight_starts_that_race(world: World) -> None:
+    """One applies, seven find nothing to do: each prints what it did into a file of its own."""
+    children = []
+    for number in range(8):
+        child = os.fork()
+        if child == 0:
+            ran = world.run("delta")
+            (world.pack / f"said-{number}").write_text(f"{ran.code} {ran.last}")
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+    said = sorted((world.pack / f"said-{number}").read_text() for number in range(8))
+    nothing = "0 applied=0 unchanged=4 files=0 profile=v1.0.0"
+    assert said == [nothing] * 7 + ["0 applied=4 unchanged=0 files=3 profile=v1.0.0"]
+
+
+def test_appliers_and_reverters_that_race_never_leave_a_mixture(world: World) -> None:
+    pristine = world.snapshot()
+    world.run("delta")
+    applied = world.snapshot()
+    children = []
+    for number in range(8):
+        child = os.fork()
+        if child == 0:
+            for _ in range(5):
+                words = ["--revert"] if number % 2 else ["delta"]
+                ran = world.run(*words, profile=None if number % 2 else "v1.0.0")
+                if ran.code != 0:
+                    os.write(2, ran.err.encode())
+                    os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+    assert world.snapshot() in (pristine, applied)
+    assert leftovers(world) == []
+    assert world.run("delta").code == 0
+    assert world.snapshot() == applied
+
+
+def test_a_run_that_waits_too_long_says_who_holds_the_lock(world: World) -> None:
+    import fcntl
+
+    folder = world.site / "vllm" / ".gaudi-fix-pack"
+    folder.mkdir()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ran = world.run("--lock-timeout", "0.2")
+    assert ran.code == 5
+    assert str(folder / "lock") in ran.err

@@ -10,6 +10,7 @@ import io
 import os
 import py_compile
 import shutil
+import sys
 import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -194,7 +195,9 @@ class World:
         self.record("v2.0.0", other)
 
     def write_fix(self, name: str, text: str) -> None:
-        """Write a fix module of the small pack."""
+        """Write a fix module of the small pack, as a new process would see it."""
+        sys.modules.pop(f"fixes.{name}", None)
+        shutil.rmtree(self.pack / "fixes" / "__pycache__", ignore_errors=True)
         (self.pack / "fixes" / f"{name}.py").write_text(textwrap.dedent(text).strip() + "\n")
 
     def record(self, profile: str, site: Path) -> None:
