@@ -1,0 +1,140 @@
+"""Find definitions in a Python file, cut them out, fingerprint them and splice them back.
+
+Only line numbers are taken from :mod:`ast`. Every byte outside a definition stays as it is,
+whatever the file's line endings, encoding, form feeds or missing final newline.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from fixes.applier.errors import ImageMismatch
+
+# Python's own idea of a line; str.splitlines would also split at form feeds and the like.
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
+_LINE_END = re.compile(r"(?:\r\n|\r|\n)\Z")
+_NEWLINE_NAMES = {"\n": "lf", "\r\n": "crlf", "\r": "cr"}
+
+_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What can hold statements: `if`, `try`, `with`, `match`, ... (a definition under one is still named
+# by the classes and functions around it alone).
+_BLOCK_FIELDS = ("body", "orelse", "handlers", "finalbody", "cases")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The lines ``[start, stop)`` of a definition, decorators included, counted from 0."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file, decoded, with its definitions by qualified name.
+
+    Raises :class:`ImageMismatch` when the bytes are not Python source that this interpreter parses.
+    """
+
+    path: str
+    data: bytes
+
+    @cached_property
+    def encoding(self) -> str:
+        """The codec named by byte order mark or coding cookie, UTF-8 otherwise (PEP 263)."""
+        try:
+            return tokenize.detect_encoding(io.BytesIO(self.data).readline)[0]
+        except SyntaxError as error:
+            raise ImageMismatch(f"{self.path}: {error}") from None
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The file's lines with their line ends."""
+        try:
+            # "utf-8-sig" drops a byte order mark, so keep it as a character of the first line.
+            text = self.data.decode(self.encoding.replace("-sig", ""))
+        except UnicodeDecodeError as error:
+            raise ImageMismatch(f"{self.path}: not {self.encoding}: {error}") from None
+        return _LINE.findall(text)
+
+    @cached_property
+    def definitions(self) -> dict[str, list[Span]]:
+        """Functions, classes, methods and module- or class-level assignments by qualified name."""
+        found: dict[str, list[Span]] = {}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # invalid escapes in the target are not our business
+                tree = ast.parse(self.data)
+            for name, span in self._walk(tree.body, "", in_function=False):
+                found.setdefault(name, []).append(span)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            reason = str(error) or type(error).__name__
+            raise ImageMismatch(f"{self.path}: Python cannot parse it: {reason}") from None
+        return found
+
+    def _walk(
+        self, body: list[ast.stmt], prefix: str, *, in_function: bool
+    ) -> Iterator[tuple[str, Span]]:
+        for node in body:
+            if isinstance(node, _Definition):
+                name = prefix + node.name
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                yield name, Span(first - 1, node.end_lineno or node.lineno)
+                inside = in_function or not isinstance(node, ast.ClassDef)
+                yield from self._walk(node.body, f"{name}.", in_function=inside)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                if not in_function and self._has_lines_to_itself(node):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    for target in targets:
+                        name = prefix + ast.unparse(target)
+                        yield name, Span(node.lineno - 1, node.end_lineno or node.lineno)
+            else:
+                for field in _BLOCK_FIELDS:
+                    inner = getattr(node, field, [])
+                    yield from self._walk(inner, prefix, in_function=in_function)
+
+    def _has_lines_to_itself(self, node: ast.stmt) -> bool:
+        first = self.lines[node.lineno - 1].encode()[: node.col_offset]
+        last = self.lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset or 0 :]
+        return not first.strip() and (not last.strip() or last.lstrip().startswith(b"#"))
+
+    def text(self, span: Span) -> str:
+        """The lines of a definition as they stand in the file."""
+        return "".join(self.lines[span.start : span.stop])
+
+    def replaced(self, texts: dict[Span, str]) -> bytes:
+        """The file's bytes with the lines of some definitions replaced."""
+        lines = list(self.lines)
+        for span in sorted(texts, key=lambda span: span.start, reverse=True):
+            lines[span.start : span.stop] = [texts[span]]
+        return "".join(lines).encode(self.encoding.replace("-sig", ""))
+
+
+def fingerprint(text: str) -> str:
+    """SHA-256 of a definition's text: dedented by its own indentation, ``\\n`` line ends, no blanks
+    at line ends, no final newline. Nothing else is normalised, so it is the same under every
+    Python version (``ast.dump`` and ``tokenize`` both change between versions).
+    """
+    lines = [_LINE_END.sub("", line) for line in _LINE.findall(text)]
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())] if lines else ""
+    plain = "\n".join(line.removeprefix(indent).rstrip() for line in lines).rstrip()
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def newlines(text: str) -> str:
+    """The kinds of line end in a text: ``lf``, ``crlf``, ``cr`` or, where mixed, ``crlf+lf``.
+
+    The fingerprint is the same for all of them; this is what tells a converted file apart.
+    """
+    ends = {match.group() for line in _LINE.findall(text) if (match := _LINE_END.search(line))}
+    return "+".join(sorted(_NEWLINE_NAMES[end] for end in ends)) or "lf"

@@ -1,0 +1,96 @@
+"""The run that has nothing to do, without libcst, TOML or the rest of the applier.
+
+A pod that restarts, and all but the first of eight ranks, take this way. It may only ever say
+"nothing to do"; whatever it is not sure of is left to the full run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+
+from fixes.applier import report
+from fixes.applier.digest import digest
+
+# Kept in step with store.py by a test; importing it would cost more than this whole run.
+STATE_FOLDER = ".gaudi-fix-pack"
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of a run whose request is already in place, or None: look closer.
+
+    ``root`` is the pack's checkout, ``request`` what :func:`fixes.applier.cli.request_of` made of
+    the command line.
+    """
+    try:
+        return _nothing_to_do(root, request)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
+    profile = str(request["profile"])
+    if not re.fullmatch(r"[\w.-]+", profile):
+        return None
+    with open(os.path.join(root, "profiles", f"{profile}.toml"), encoding="utf-8") as file:
+        names = re.findall(r"^\[packages\.(\w+)\]", file.read(), re.M)
+    folders = {name: folder for name in names if (folder := _folder(name, request))}
+    state = os.path.join(folders[next(iter(folders))], STATE_FOLDER)
+    with open(os.path.join(state, "manifest.json"), "rb") as manifest_file:
+        manifest = json.loads(manifest_file.read())
+    if (
+        manifest["request"] != request
+        or {name: entry["folder"] for name, entry in manifest["packages"].items()} != folders
+        or manifest["digest"] != digest(root)
+    ):
+        return None
+    files = []
+    for path, entry in manifest["files"].items():
+        applied = entry["applied"]
+        if applied is not None:
+            with open(_inside(folders, path), "rb") as target:
+                if hashlib.sha256(target.read()).hexdigest() != applied["sha256"]:
+                    return None
+            both = {"before": applied["sha256"], "after": applied["sha256"]}
+            files.append({"path": path, "state": "unchanged", "fixes": entry["fixes"], **both})
+    # Last: a run that began while the files were read has a journal by now.
+    if os.path.exists(os.path.join(state, "journal.json")):
+        return None
+    with open(os.path.join(root, "profiles", f"{profile}.lock"), "rb") as lock:
+        locked = json.loads(lock.read())["fixes"]
+    return report.build(
+        command="apply",
+        profile=profile,
+        pack={"version": manifest["pack"], "digest": manifest["digest"]},
+        packages=[{"name": name, **entry} for name, entry in manifest["packages"].items()],
+        fixes=dict.fromkeys(manifest["fixes"], "unchanged"),
+        unwritten=manifest["unwritten"],
+        files=files,
+        locked=locked,
+    )
+
+
+def _folder(name: str, request: dict[str, Any]) -> str | None:
+    if request["site_packages"] is not None:
+        origin = os.path.join(request["site_packages"], name, "__init__.py")
+        found = os.path.isfile(origin)
+    else:
+        spec = importlib.util.find_spec(name) if name not in sys.modules else None
+        origin = (spec and spec.origin) or ""
+        found = origin.endswith("__init__.py")
+    return os.path.realpath(os.path.dirname(origin)) if found else None
+
+
+def _inside(folders: dict[str, str], path: str) -> str:
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ValueError(path)
+    return os.path.join(os.path.dirname(folders[parts[0]]), *parts)

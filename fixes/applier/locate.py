@@ -1,0 +1,195 @@
+"""Find the installed target packages without importing them.
+
+Importing vllm takes seconds, touches the device and would leave stock modules in memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fixes.applier.errors import ImageMismatch
+from fixes.applier.profiles import PackagePin
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package: the folder whose files are rewritten, and what it says it is."""
+
+    name: str
+    folder: Path
+    version: str
+    commit: str
+    note: str = ""
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds the package folder."""
+        return self.folder.parent
+
+
+def find_packages(pins: Sequence[PackagePin], site_packages: Path | None) -> dict[str, Package]:
+    """The packages of a profile by name, as ``vllm serve`` of this environment imports them.
+
+    ``site_packages`` looks in another environment's folder instead. A package that is not there is
+    left out of the result.
+    """
+    path = None if site_packages is None else [str(p) for p in _path_of(site_packages)]
+    found = {}
+    for pin in pins:
+        folder = _folder_of(pin.name, path)
+        if folder is not None:
+            found[pin.name] = _describe(pin, folder, path)
+    return found
+
+
+def missing_message(name: str, site_packages: Path | None) -> str:
+    """What to do about a package that is not installed where it was looked for."""
+    where = str(site_packages) if site_packages else f"the environment of {sys.executable}"
+    message = f"{name} is not installed in {where}"
+    command = shutil.which("vllm")
+    if site_packages is None and command is not None:
+        first = _read(Path(command)).partition("\n")[0]
+        interpreter = first.removeprefix("#!").strip()
+        if first.startswith("#!") and interpreter != sys.executable:
+            return f"{message}; `vllm` runs {interpreter}: run the pack with that interpreter"
+    return f"{message}; run the pack with the interpreter that runs vllm, or use --site-packages"
+
+
+def _path_of(site_packages: Path) -> Iterator[Path]:
+    """A site-packages folder and what its .pth files add (lines with code are not run)."""
+    yield site_packages
+    for pth in sorted(site_packages.glob("*.pth")):
+        for line in pth.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.strip() and not line.startswith(("#", "import ", "import\t")):
+                folder = site_packages / line.strip()
+                if folder.is_dir():
+                    yield folder
+
+
+def _folder_of(name: str, path: list[str] | None) -> Path | None:
+    if path is None:
+        spec = importlib.util.find_spec(name)  # of a top-level name: runs no code of the package
+    else:
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or not spec.origin:
+            mapped = _editable_mapping(Path(path[0])).get(name)
+            if mapped is not None:
+                spec = importlib.machinery.PathFinder.find_spec(name, [str(mapped.parent)])
+    if spec is None or not spec.origin or not spec.origin.endswith("__init__.py"):
+        return None
+    return Path(os.path.realpath(os.path.dirname(spec.origin)))
+
+
+def _editable_mapping(site_packages: Path) -> dict[str, Path]:
+    """The package folders named by setuptools' editable finders, read and not run."""
+    mapping: dict[str, Path] = {}
+    for finder in site_packages.glob("__editable___*_finder.py"):
+        match = re.search(r"^MAPPING\b[^=]*=\s*(\{.*\})\s*$", finder.read_text("utf-8"), re.M)
+        if match:
+            mapping.update({k: Path(v) for k, v in ast.literal_eval(match.group(1)).items()})
+    return mapping
+
+
+def _describe(pin: PackagePin, folder: Path, path: list[str] | None) -> Package:
+    """Version and commit as far as the installation tells; images often say less than the truth."""
+    found = list(
+        importlib.metadata.Distribution.discover(
+            name=pin.distribution, path=sys.path if path is None else path
+        )
+    )
+    version = found[0].version if found else ""
+    commits = [
+        _commit_in_version_file(folder / "_version.py"),
+        _commit_in_version(version),
+        _commit_in_direct_url(found[0].read_text("direct_url.json") if found else None),
+        _commit_of_checkout(folder.parent),
+    ]
+    version = version or _version_in_file(folder / "_version.py") or "unknown"
+    note = ""
+    if path is None:
+        shadow = Path(os.getcwd()) / pin.name / "__init__.py"
+        if shadow.is_file() and Path(os.path.realpath(shadow.parent)) != folder:
+            note = (
+                f"the working directory holds another {pin.name}; `vllm serve` does not import it,"
+                " but `python -m` from here would"
+            )
+    return Package(pin.name, folder, version, next(filter(None, commits), ""), note)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _commit_in_version_file(path: Path) -> str:
+    match = re.search(r"\bcommit_id\s*=\s*['\"]g?([0-9a-f]{7,40})['\"]", _read(path))
+    return match.group(1) if match else ""
+
+
+def _version_in_file(path: Path) -> str:
+    match = re.search(r"\bversion\s*=\s*['\"]([^'\"]+)['\"]", _read(path))
+    return match.group(1) if match else ""
+
+
+def _commit_in_version(version: str) -> str:
+    match = re.search(r"\+(?:.*\.)?g([0-9a-f]{7,40})\b", version)
+    return match.group(1) if match else ""
+
+
+def _commit_in_direct_url(text: str | None) -> str:
+    try:
+        found = json.loads(text or "{}").get("vcs_info", {}).get("commit_id", "")
+    except (ValueError, AttributeError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _commit_of_checkout(folder: Path) -> str:
+    """The commit a git checkout is at, without git: HEAD, a loose ref or a packed one."""
+    head = _read(folder / ".git" / "HEAD").strip()
+    if not head.startswith("ref: "):
+        return head if re.fullmatch(r"[0-9a-f]{40}", head) else ""
+    ref = head[len("ref: ") :]
+    loose = _read(folder / ".git" / ref).strip()
+    packed = re.search(
+        rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _read(folder / ".git" / "packed-refs"), re.M
+    )
+    return loose or (packed.group(1) if packed else "")
+
+
+def release_differs(pin: PackagePin, package: Package) -> bool:
+    """Does the package name another release than the profile's? Unreadable versions do not.
+
+    A checkout of a tag may call itself the next release's development version, so this is worth a
+    warning and no more: the fingerprints decide.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    same_commit = package.commit and pin.commit.startswith(package.commit[:7])
+    try:
+        found = Version(package.version)
+    except InvalidVersion:
+        return False
+    return not same_commit and any(found.release) and found.release != Version(pin.version).release
+
+
+def require_packages(
+    names: Sequence[str], found: dict[str, Package], site_packages: Path | None
+) -> None:
+    """Raise :class:`ImageMismatch` for packages that are needed and not installed."""
+    missing = [missing_message(name, site_packages) for name in names if name not in found]
+    if missing:
+        raise ImageMismatch("\n".join(missing))

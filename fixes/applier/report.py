@@ -1,0 +1,96 @@
+"""What a run says: one plain document, printed as JSON or as lines for people.
+
+The document is built from a manifest as it stands on disk, so the run that has nothing to do says
+the same without loading the rest of the applier.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+def build(
+    *,
+    command: str,
+    profile: str,
+    pack: Mapping[str, str],
+    packages: Iterable[Mapping[str, str]],
+    fixes: Mapping[str, str],
+    unwritten: Sequence[str],
+    files: Sequence[Mapping[str, Any]],
+    locked: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    recovered: str = "",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """The document of a run. ``fixes`` maps ids to ``applied``, ``unchanged`` or ``taken back``."""
+    states = list(fixes.values())
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "pack": dict(pack),
+        "profile": profile,
+        "dry_run": dry_run,
+        "packages": [dict(package) for package in packages],
+        "fixes": [
+            {"id": fix, "state": state, "sites": locked.get(fix, [])}
+            for fix, state in fixes.items()
+        ],
+        "unwritten": list(unwritten),
+        "files": [dict(file) for file in files],
+        "notes": list(notes),
+        "recovered": recovered,
+        "counts": {
+            "applied": states.count("applied"),
+            "unchanged": states.count("unchanged"),
+            "files": sum(file["state"] != "unchanged" for file in files),
+        },
+        "exit_code": 0,
+    }
+
+
+def as_json(document: Mapping[str, Any], milliseconds: float) -> str:
+    """The document for programs."""
+    return json.dumps({**document, "milliseconds": round(milliseconds, 1)}, indent=1)
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """The last line, always of this form."""
+    counts = " ".join(f"{key}={value}" for key, value in document["counts"].items())
+    return f"{counts} profile={document['profile'] or 'none'}"
+
+
+_SIGNS = {"applied": "+", "unchanged": "=", "taken back": "-"}
+
+
+def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
+    """The document for people, the summary last."""
+    for package in document["packages"]:
+        commit = f" (commit {package['commit'][:12]})" if package["commit"] else ""
+        yield f"{package['name']} {package['version']}{commit} in {package['folder']}"
+    if document["recovered"]:
+        yield f"an interrupted run was {document['recovered']}"
+    if document["dry_run"]:
+        yield "dry run: nothing is written"
+    for fix in document["fixes"]:
+        yield f"{_SIGNS[fix['state']]} {fix['id']}: {fix['state']}"
+        if verbose:
+            for site in fix["sites"]:
+                name = f"{site['file']}::{site['definition']}"
+                yield f"    {name} {site['sha256'][:12]}, recorded from {site['evidence']}"
+    if verbose:
+        for file in document["files"]:
+            hashes = f"{_hash(file['before'])} -> {_hash(file['after'])}"
+            yield f"  {file['state']} {file['path']} {hashes}"
+    if document["unwritten"]:
+        yield f"not written yet, so left out: {', '.join(document['unwritten'])}"
+    yield from document["notes"]
+    yield summary(document)
+
+
+def _hash(digest: str | None) -> str:
+    return digest[:12] if digest else "none"

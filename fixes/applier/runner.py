@@ -1,0 +1,547 @@
+"""The runs: apply a set of fixes, revert, and say what is applied."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fixes.applier import provision
+from fixes.applier.digest import VERSION, digest
+from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
+from fixes.applier.files import FileState, hard_links, read_file, remove_file, sha256
+from fixes.applier.fix import LoadedFix
+from fixes.applier.locate import Package, find_packages, release_differs, require_packages
+from fixes.applier.pack import Pack
+from fixes.applier.plan import MARKER, Mismatches, PlannedFile, fits, make_plan
+from fixes.applier.profiles import Lock, PackagePin, Profile
+from fixes.applier.selection import Selection
+from fixes.applier.store import Change, FileEntry, Manifest, Store, describe
+
+_SUPPORT_MODE = 0o644
+
+
+@dataclass
+class Result:
+    """What a run did or, dry, would do; everything a report needs."""
+
+    profile: str
+    packages: Sequence[Package]
+    manifest: Manifest | None
+    added: Sequence[str] = ()
+    kept: Sequence[str] = ()
+    dropped: Sequence[str] = ()
+    changes: Sequence[Change] = ()
+    texts: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    recovered: str = ""
+    dry_run: bool = False
+
+
+def apply(
+    pack: Pack,
+    selection: Selection,
+    request: Mapping[str, Any],
+    *,
+    site_packages: Path | None,
+    only: Sequence[str],
+    dry_run: bool,
+    lock_timeout: float,
+) -> Result:
+    """Bring the installed packages to exactly the selected fixes.
+
+    ``only`` limits the run to the sites in these packages. Raises an error of
+    :mod:`fixes.applier.errors`, and then nothing has changed.
+    """
+    profile = selection.profile
+    pins = list(profile.packages.values())
+    packages = find_packages(pins, site_packages)
+    require_packages(only or list(profile.packages), packages, site_packages)
+    provision.require("libcst")
+    fixes = pack.fixes(selection.chosen)
+    lock = pack.lock(profile.name)
+    if only:
+        fixes, lock = _limited(fixes, lock, only)
+    notes = [
+        f"{pin.name} calls itself {packages[pin.name].version}, the profile is for {pin.version};"
+        " the fingerprints decide"
+        for pin in pins
+        if pin.name in packages and release_differs(pin, packages[pin.name])
+    ]
+    notes += [package.note for package in packages.values() if package.note]
+    store = Store(packages, next(iter(packages.values())))
+
+    def compute() -> _Outcome:
+        try:
+            return _outcome(store, pack, selection, fixes, lock, request)
+        except Mismatches as error:
+            raise Mismatches(error.found, _advice(pack, profile, store)) from None
+
+    outcome: _Outcome | None = None
+    recovered = ""
+    seen = store.position()
+    if not seen[1]:
+        try:
+            outcome = compute()
+        except ImageMismatch:
+            if store.position() == seen:
+                raise
+        else:
+            if store.position() != seen:
+                outcome = None
+            elif dry_run or not outcome.anything:
+                if dry_run:
+                    _check_writable(store, outcome.changes)
+                elif outcome.only_asked_otherwise:
+                    # So that the next such run sees at once that it has nothing to do; an image
+                    # that cannot be written is fine without.
+                    with contextlib.suppress(CannotWrite, Busy), _writing(store, 0):
+                        if store.position() == seen:
+                            outcome.commit(store)
+                return outcome.result(profile.name, packages, notes, "", dry_run)
+    with _writing(store, lock_timeout):
+        recovered = store.recover()
+        if outcome is None or recovered or store.position() != seen:
+            outcome = compute()
+        if outcome.anything and not dry_run:
+            outcome.commit(store)
+    notes += store.notes
+    return outcome.result(profile.name, packages, notes, recovered, dry_run)
+
+
+def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeout: float) -> Result:
+    """Give the image's files back, byte for byte, and remove the state folder."""
+    store, packages = _store(pack, site_packages)
+    seen = store.position()
+    if seen == (None, False):
+        return Result("", list(packages.values()), None, dry_run=dry_run)
+    if dry_run and not seen[1]:
+        outcome = _restored(store)
+        _check_writable(store, outcome.changes)
+        return outcome.result("", packages, [], "", dry_run)
+    with _writing(store, lock_timeout):
+        recovered = store.recover()
+        if store.manifest() is None:
+            return Result("", list(packages.values()), None, recovered=recovered, dry_run=dry_run)
+        outcome = _restored(store)
+        if not dry_run:
+            outcome.commit(store)
+    return outcome.result("", packages, store.notes, recovered, dry_run)
+
+
+def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Result:
+    """What is applied, after settling a run that died. Raises when a file is not as it was left."""
+    store, packages = _store(pack, site_packages)
+    recovered = ""
+    if store.position()[1]:
+        with _writing(store, lock_timeout):
+            recovered = store.recover()
+    manifest = store.manifest()
+    if manifest is not None:
+        changed = [
+            str(store.locate(path))
+            for path, entry in manifest.files.items()
+            if entry.applied is not None and _hash_of(store, path) != entry.applied.sha256
+        ]
+        if changed:
+            raise ImageMismatch(
+                "changed since the pack wrote them: "
+                + ", ".join(changed)
+                + "; put them back, or reinstall the package and run the pack again"
+            )
+    profile = manifest.profile if manifest else ""
+    kept = manifest.fixes if manifest else ()
+    return Result(profile, list(packages.values()), manifest, kept=kept, recovered=recovered)
+
+
+def matching_profiles(pack: Pack, packages: Mapping[str, Package]) -> list[str]:
+    """The profiles whose written fixes all fit the packages as the image shipped them."""
+    if not packages:
+        return []
+    store = Store(packages, next(iter(packages.values())))
+    return [name for name in pack.profile_names if _fits(pack, name, store)]
+
+
+def all_pins(pack: Pack) -> list[PackagePin]:
+    """The packages that any profile is about, each once, newest release first."""
+    pins: dict[str, PackagePin] = {}
+    for name in reversed(pack.profile_names):
+        for pin in pack.profile(name).packages.values():
+            pins.setdefault(pin.name, pin)
+    return list(pins.values())
+
+
+# What a run comes to ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Outcome:
+    """A run computed in memory: what changes on disk and what the manifest becomes."""
+
+    manifest: Manifest | None
+    before: Manifest | None
+    changes: list[Change]
+    kept_data: dict[str, bytes]  # by hash: what the manifest or a roll-back restores
+    texts: dict[str, tuple[bytes, bytes]]
+    notes: list[str]
+
+    @property
+    def anything(self) -> bool:
+        """Does the run change a file, or the set of fixes that is in place?"""
+        return bool(self.changes) or _set_of(self.manifest) != _set_of(self.before)
+
+    @property
+    def only_asked_otherwise(self) -> bool:
+        """Is all as wanted, but known under other words or from another state of the pack?"""
+        old, new = self.before, self.manifest
+        return (
+            not self.anything
+            and old is not None
+            and new is not None
+            and (old.request, old.digest, old.packages) != (new.request, new.digest, new.packages)
+        )
+
+    def commit(self, store: Store) -> None:
+        states = [change.old for change in self.changes]
+        if self.manifest is not None:
+            states += [entry.pristine for entry in self.manifest.files.values()]
+        for state in states:
+            if state is not None and state.sha256 in self.kept_data:
+                store.keep(state, self.kept_data[state.sha256])
+        store.commit(self.changes, self.manifest)
+        for change in self.changes:
+            for path in _cached_elsewhere(store.locate(change.path)):
+                remove_file(path)
+
+    def result(
+        self,
+        profile: str,
+        packages: Mapping[str, Package],
+        notes: Sequence[str],
+        recovered: str,
+        dry_run: bool,
+    ) -> Result:
+        old = self.before.fixes if self.before else ()
+        new = self.manifest.fixes if self.manifest else ()
+        return Result(
+            profile,
+            list(packages.values()),
+            self.manifest,
+            [fix for fix in new if fix not in old],
+            [fix for fix in new if fix in old],
+            [fix for fix in old if fix not in new],
+            self.changes,
+            self.texts,
+            [*notes, *self.notes],
+            recovered,
+            dry_run,
+        )
+
+
+def _set_of(manifest: Manifest | None) -> object:
+    return manifest and (manifest.profile, manifest.fixes, manifest.unwritten, manifest.files)
+
+
+class _Pristine:
+    """Files as the image shipped them, whatever has been applied since."""
+
+    def __init__(self, store: Store, manifest: Manifest | None, known_ids: Sequence[str]) -> None:
+        self.store = store
+        self.files = manifest.files if manifest else {}
+        ids = "|".join(map(re.escape, sorted(known_ids, key=len, reverse=True)))
+        self._marker = re.compile(rf"{MARKER}(?:{ids})\s*$".encode(), re.M)
+
+    def __call__(self, path: str) -> bytes | None:
+        found = self.find(path)
+        return found[1] if found else None
+
+    def find(self, path: str) -> tuple[FileState, bytes] | None:
+        """The pristine state and content of a file, or None where the image has none.
+
+        Raises :class:`ImageMismatch` for a file that is neither as shipped nor as the pack left it.
+        """
+        on_disk = self.store.read(path)
+        entry = self.files.get(path)
+        now = on_disk[0].sha256 if on_disk else None
+        if entry is not None:
+            if now == (entry.applied and entry.applied.sha256):
+                if entry.pristine is None:
+                    return None
+                return entry.pristine, self.store.object(entry.pristine.sha256)
+            if now == (entry.pristine and entry.pristine.sha256):
+                return on_disk  # somebody put the image's file back
+            if entry.pristine is None or on_disk is None or self._marker.search(on_disk[1]):
+                raise ImageMismatch(
+                    f"{self.store.locate(path)}: changed after the pack rewrote it, so it is left"
+                    f" alone; put back what the pack wrote ({_short(entry.applied)}), or reinstall"
+                    " the package and run the pack again"
+                )
+        elif on_disk is not None and self._marker.search(on_disk[1]):
+            raise ImageMismatch(
+                f"{self.store.locate(path)}: carries the marks of this pack, but"
+                f" {self.store.folder} does not know of it; reinstall the package"
+            )
+        return on_disk
+
+
+def _short(state: FileState | None) -> str:
+    return f"sha256 {state.sha256[:12]}" if state else "no file"
+
+
+def _outcome(
+    store: Store,
+    pack: Pack,
+    selection: Selection,
+    fixes: Sequence[LoadedFix],
+    lock: Lock,
+    request: Mapping[str, Any],
+) -> _Outcome:
+    before = store.manifest()
+    known = {entry.id for name in pack.profile_names for entry in pack.profile(name).entries}
+    pristine = _Pristine(store, before, sorted(known | set(before.fixes if before else ())))
+    planned = make_plan(fixes, lock, pristine)
+    outcome = _changes(store, before, planned, pristine)
+    packages = {
+        package.name: {
+            "folder": str(package.folder),
+            "version": package.version,
+            "commit": package.commit,
+        }
+        for package in store.packages.values()
+    }
+    assert outcome.manifest is not None
+    outcome.manifest = replace(
+        outcome.manifest,
+        pack=VERSION,
+        digest=digest(str(pack.root)),
+        profile=selection.profile.name,
+        fixes=tuple(fix.id for fix in fixes),
+        unwritten=selection.unwritten,
+        request=dict(request),
+        packages=packages,
+    )
+    return outcome
+
+
+def _restored(store: Store) -> _Outcome:
+    before = store.manifest()
+    pristine = _Pristine(store, before, before.fixes if before else ())
+    outcome = _changes(store, before, [], pristine)
+    outcome.manifest = None
+    return outcome
+
+
+def _changes(
+    store: Store, before: Manifest | None, planned: Sequence[PlannedFile], pristine: _Pristine
+) -> _Outcome:
+    """What has to be written so that the planned files, and no others, differ from the image's."""
+    old_files = dict(before.files) if before else {}
+    files: dict[str, FileEntry] = {}
+    sources: list[Change] = []
+    kept: dict[str, bytes] = {}
+    notes: list[str] = []
+    texts: dict[str, tuple[bytes, bytes]] = {}
+    for file in planned:
+        original = pristine.find(file.path)
+        on_disk = store.read(file.path)
+        entry = old_files.get(file.path)
+        shipped = original[0] if original else None
+        new = _new_state(shipped, on_disk[0] if on_disk else None, file.rewritten)
+        texts[file.path] = (file.pristine or b"", file.rewritten)
+        if entry and entry.applied and on_disk and on_disk[0].sha256 == new.sha256:
+            new = entry.applied
+        else:
+            sources.append(Change(file.path, on_disk and on_disk[0], new, file.rewritten))
+            notes += _link_notes(store.locate(file.path), shipped)
+        files[file.path] = FileEntry(shipped, new, file.fixes)
+        for found in (original, on_disk):
+            if found:
+                kept[found[0].sha256] = found[1]
+    for path, entry in old_files.items():
+        if path in files or entry.applied is None:
+            continue
+        original = pristine.find(path)
+        on_disk = store.read(path)
+        if on_disk and on_disk[0].sha256 == entry.applied.sha256:
+            shipped, data = original if original else (None, None)
+            sources.append(Change(path, on_disk[0], shipped, data))
+            kept[on_disk[0].sha256] = on_disk[1]
+            texts[path] = (data or b"", data or b"")
+    changes = []
+    for change in sources:
+        changes += _bytecode_changes(store, change, old_files, files, kept)
+    changes += sources
+    for path, entry in old_files.items():
+        if entry.applied is None and path not in files and _source_of(path) in files:
+            files[path] = entry
+    manifest = Manifest(uuid.uuid4().hex, "", "", "", (), (), {}, {}, files)
+    return _Outcome(manifest, before, changes, kept, texts, notes)
+
+
+def _new_state(shipped: FileState | None, now: FileState | None, data: bytes) -> FileState:
+    """State of a rewritten file: the shipped one's mode and owner, a time of its own.
+
+    Bytecode is matched by the source's size and whole second, so the second must be another one
+    than that of the file it replaces.
+    """
+    mtime = time.time_ns()
+    if now is not None and mtime // 10**9 == now.mtime_ns // 10**9:
+        mtime += 10**9
+    if shipped is None:
+        return FileState(sha256(data), _SUPPORT_MODE, os.geteuid(), os.getegid(), mtime)
+    return FileState(sha256(data), shipped.mode, shipped.uid, shipped.gid, mtime)
+
+
+def _link_notes(path: Path, shipped: FileState | None) -> list[str]:
+    if shipped is None:
+        return []
+    if shipped.link:
+        return [f"{path}: was a link to {shipped.link}, which stays as it is"]
+    if hard_links(path):
+        return [f"{path}: was shared with a package store by a hard link; the store's copy stays"]
+    return []
+
+
+def _bytecode_changes(
+    store: Store,
+    change: Change,
+    old_files: Mapping[str, FileEntry],
+    files: dict[str, FileEntry],
+    kept: dict[str, bytes],
+) -> list[Change]:
+    """Take compiled code of a changed source away, the image's own to be given back on revert."""
+    if not change.path.endswith(".py"):
+        return []
+    folder, _, name = change.path.rpartition("/")
+    pattern = f"{glob.escape(name[:-3])}.*.pyc"
+    on_disk = sorted(
+        p.name for p in (store.locate(change.path).parent / "__pycache__").glob(pattern)
+    )
+    paths = {f"{folder}/__pycache__/{name}" for name in on_disk}
+    was_shipped = change.path not in old_files
+    paths |= {path for path in old_files if _source_of(path) == change.path}
+    changes = []
+    for path in sorted(paths):
+        found = store.read(path)
+        old_entry = old_files.get(path)
+        shipped = old_entry.pristine if old_entry else found[0] if found and was_shipped else None
+        data = store.object(shipped.sha256) if old_entry and shipped else None
+        if change.path in files:
+            target = None
+            if shipped is not None:
+                files[path] = FileEntry(shipped, None)
+        else:
+            target = shipped
+        if (found[0].sha256 if found else None) != (target and target.sha256):
+            changes.append(Change(path, found and found[0], target, data))
+        if found:
+            kept[found[0].sha256] = found[1]
+    return changes
+
+
+def _source_of(path: str) -> str:
+    """The source of a bytecode path ``a/__pycache__/b.cpython-312.pyc``: ``a/b.py``."""
+    folder, _, name = path.rpartition("/__pycache__/")
+    return f"{folder}/{name.split('.')[0]}.py" if folder and path.endswith(".pyc") else ""
+
+
+def _cached_elsewhere(path: Path) -> list[Path]:
+    """Bytecode of a source under PYTHONPYCACHEPREFIX: a cache, so it is removed and that is all."""
+    if sys.pycache_prefix is None or path.suffix != ".py":
+        return []
+    cached = Path(importlib.util.cache_from_source(str(path)))
+    return sorted(cached.parent.glob(f"{glob.escape(path.stem)}.*.pyc"))
+
+
+# Around a run -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _writing(store: Store, timeout: float) -> Iterator[None]:
+    """Hold the store's lock; what the file system refuses is :class:`CannotWrite`."""
+    try:
+        with store.locked(timeout):
+            yield
+    except OSError as error:
+        raise CannotWrite(describe(error)) from error
+
+
+def _check_writable(store: Store, changes: Sequence[Change]) -> None:
+    """What a dry run can tell about writing: folders that this user may not write to."""
+    if not changes:
+        return
+    folders = {store.folder.parent, *(store.locate(change.path).parent for change in changes)}
+    refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
+    if refused:
+        raise CannotWrite("no permission to write in " + ", ".join(refused))
+
+
+def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:
+    pins = all_pins(pack)
+    packages = find_packages(pins, site_packages)
+    if not packages:
+        require_packages([pins[0].name], packages, site_packages)
+    return Store(packages, next(iter(packages.values()))), packages
+
+
+def _hash_of(store: Store, path: str) -> str | None:
+    found = read_file(store.locate(path))
+    return found[0].sha256 if found else None
+
+
+def _limited(
+    fixes: Sequence[LoadedFix], lock: Lock, only: Sequence[str]
+) -> tuple[list[LoadedFix], Lock]:
+    """The fixes and locked sites in some packages alone."""
+
+    def inside(path: str) -> bool:
+        return path.split("/")[0] in only
+
+    sites = {
+        fix: tuple(s for s in entries if inside(s.file)) for fix, entries in lock.sites.items()
+    }
+    limited = [
+        replace(
+            fix,
+            sites=tuple(site for site in fix.sites if inside(site.file)),
+            fix=replace(
+                fix.fix,
+                relies_on=tuple(label for label in fix.fix.relies_on if inside(label)),
+                support={path: name for path, name in fix.fix.support.items() if inside(path)},
+            ),
+        )
+        for fix in fixes
+    ]
+    return [fix for fix in limited if fix.sites], Lock(lock.profile, sites)
+
+
+def _fits(pack: Pack, name: str, store: Store) -> bool:
+    profile = pack.profile(name)
+    written = [entry.id for entry in profile.entries if entry.id not in pack.unwritten]
+    read: Callable[[str], bytes | None] = _Pristine(store, store.manifest(), written)
+    try:
+        fixes, lock = pack.fixes(written), pack.lock(name)
+        if len(store.packages) < len(profile.packages):
+            fixes, lock = _limited(fixes, lock, list(store.packages))
+        return bool(fixes) and fits(fixes, lock, read)
+    except ImageMismatch:
+        return False
+
+
+def _advice(pack: Pack, profile: Profile, store: Store) -> str:
+    others = [name for name in matching_profiles(pack, store.packages) if name != profile.name]
+    if others:
+        return f"The installed packages are those of --profile {' or '.join(others)}."
+    return (
+        "Use the image that the profile is for, leave the fix out with --without, or look at the"
+        " definition with `python3 fixes/dev.py port`."
+    )

@@ -1,0 +1,371 @@
+"""The state directory: what is applied, what it was before, and the journal of a run under way.
+
+It stands in the first package of the profile (a pod may have no other writable place):
+
+    manifest.json     what is applied now; its replacement is the moment a run is committed
+    journal.json      a run under way: written before its first change, removed after its last
+    objects/<sha256>  the pristine content of every changed file, and of what a run replaces
+    lock              held by the run that writes
+
+A run that died is rolled back from the journal, or finished when its manifest is in place. Nothing
+in here is trusted: paths must stay in the packages and content must have the hash it is named by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
+from fixes.applier.files import (
+    TEMPORARY_SUFFIX,
+    FileState,
+    read_file,
+    remove_file,
+    sha256,
+    sync_folder,
+    temporary_name,
+    write_file,
+)
+from fixes.applier.locate import Package
+from fixes.applier.profiles import check_path
+
+STATE_FOLDER = ".gaudi-fix-pack"
+MANIFEST_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file in the manifest: as the image had it and as the pack left it (None: no file)."""
+
+    pristine: FileState | None
+    applied: FileState | None
+    fixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is applied now; by ``request`` and ``digest`` an equal run sees it has nothing to do."""
+
+    transaction: str
+    pack: str
+    digest: str
+    profile: str
+    fixes: tuple[str, ...]
+    unwritten: tuple[str, ...]
+    request: Mapping[str, Any]
+    packages: Mapping[str, Mapping[str, str]]
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The manifest as JSON data."""
+        return {"schema": MANIFEST_SCHEMA, **asdict(self)}
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Manifest:
+        """Read it back; KeyError, TypeError or ValueError when it is not one."""
+        if document.pop("schema") != MANIFEST_SCHEMA:
+            raise ValueError("another schema")
+        files = {}
+        for path, entry in document.pop("files").items():
+            check_path(path)
+            files[path] = FileEntry(
+                _state(entry["pristine"]), _state(entry["applied"]), tuple(entry["fixes"])
+            )
+        for key in ("fixes", "unwritten"):
+            document[key] = tuple(document[key])
+        return cls(**document, files=files)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file of a run: what it is now, what it becomes (None: no file) and the new content."""
+
+    path: str
+    old: FileState | None
+    new: FileState | None
+    data: bytes | None = None
+
+
+def _state(document: dict[str, Any] | None) -> FileState | None:
+    if document is None:
+        return None
+    state = FileState(**document)
+    numbers = (state.mode, state.uid, state.gid, state.mtime_ns)
+    if not all(isinstance(number, int) for number in numbers) or state.mode & ~0o7777:
+        raise ValueError("no file state")
+    if len(state.sha256) != 64 or not all(c in "0123456789abcdef" for c in state.sha256):
+        raise ValueError("no hash")
+    return state
+
+
+class Store:
+    """The state directory of an installation and the only way its packages are written."""
+
+    def __init__(self, packages: Mapping[str, Package], anchor: Package) -> None:
+        self.packages = packages
+        self.folder = anchor.folder / STATE_FOLDER
+        self.notes: list[str] = []
+
+    # Paths and reading --------------------------------------------------------------------------
+
+    def locate(self, path: str) -> Path:
+        """The place of a manifest or lock path. Raises when it is reached through a symlink."""
+        check_path(path)
+        package = self.packages[path.split("/")[0]]
+        full = package.root / path
+        if os.path.realpath(full.parent) != str(full.parent):
+            raise ImageMismatch(
+                f"{full}: its folder is a symbolic link, so what it holds belongs to something else"
+            )
+        return full
+
+    def read(self, path: str) -> tuple[FileState, bytes] | None:
+        """A file as it is on disk."""
+        return read_file(self.locate(path))
+
+    def object(self, digest: str) -> bytes:
+        """Kept content, checked by its hash."""
+        found = read_file(self.folder / "objects" / digest)
+        if found is None or found[0].sha256 != digest:
+            raise ImageMismatch(
+                f"{self.folder}: the kept copy {digest[:12]} is missing or damaged, so the image's"
+                " files cannot be restored from it; reinstall the package and remove this folder"
+            )
+        return found[1]
+
+    def manifest(self) -> Manifest | None:
+        """What is applied, or None."""
+        document = self._load("manifest.json")
+        if document is None:
+            return None
+        try:
+            return Manifest.of(document)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._damaged("manifest.json", error) from None
+
+    def position(self) -> tuple[str | None, bool]:
+        """The last committed transaction, and whether a run is under way or has died."""
+        journal = (self.folder / "journal.json").exists()
+        manifest = self.manifest()
+        return (manifest.transaction if manifest else None), journal
+
+    def _load(self, name: str) -> dict[str, Any] | None:
+        found = read_file(self.folder / name)
+        if found is None:
+            return None
+        try:
+            document = json.loads(found[1])
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(name, error) from None
+        if not isinstance(document, dict):
+            raise self._damaged(name, ValueError("no JSON object"))
+        return document
+
+    def _damaged(self, name: str, error: Exception) -> ImageMismatch:
+        return ImageMismatch(
+            f"{self.folder / name}: not written by this pack ({error});"
+            " reinstall the packages and remove this folder"
+        )
+
+    # Writing ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """Hold the lock. Waits for another run for so long, then raises :class:`Busy`."""
+        descriptor = self._take_lock(time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            try:
+                if not any(
+                    (self.folder / name).exists() for name in ("manifest.json", "journal.json")
+                ):
+                    shutil.rmtree(self.folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+    def _take_lock(self, deadline: float) -> int:
+        while True:
+            try:
+                self._make_folder()
+                path = self.folder / "lock"
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(path, flags, 0o600)
+            except FileNotFoundError:
+                continue  # a run that reverted removed the folder under us
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Locking a file that a reverting run has meanwhile removed would lock nobody out.
+                if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+                    return descriptor
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(descriptor)
+                    raise Busy(
+                        f"another run holds {path} and did not finish in time; look for a hanging"
+                        " apply_all.py, or wait longer with --lock-timeout"
+                    ) from None
+                time.sleep(0.05)
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _make_folder(self) -> None:
+        for folder in (self.folder, self.folder / "objects"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
+                os.chmod(folder, 0o755)
+        ignore = self.folder / ".gitignore"
+        if not ignore.exists():  # an editable install is somebody's checkout
+            self._write(ignore, b"*\n")
+
+    def _write(self, path: Path, data: bytes) -> None:
+        state = FileState(sha256(data), 0o644, os.geteuid(), os.getegid(), time.time_ns())
+        write_file(path, state, data)
+
+    def _write_document(self, name: str, document: Mapping[str, Any]) -> None:
+        self._write(self.folder / name, (json.dumps(document, indent=1) + "\n").encode())
+        sync_folder(self.folder)
+
+    def keep(self, state: FileState | None, data: bytes | None) -> None:
+        """Keep a file's content under its hash."""
+        if state is not None and data is not None:
+            path = self.folder / "objects" / state.sha256
+            found = read_file(path)
+            if found is None or found[0].sha256 != state.sha256:
+                self._write(path, data)
+
+    def commit(self, changes: Sequence[Change], manifest: Manifest | None) -> None:
+        """Carry out all changes and make the manifest the new one (None: remove it), or nothing.
+
+        Whatever a change or the manifest restores must be kept before. Raises
+        :class:`CannotWrite` after a roll-back.
+        """
+        before = self.manifest()
+        journal = {
+            "from": before.transaction if before else None,
+            "to": manifest.transaction if manifest else None,
+            "changes": [
+                {"path": c.path, "old": c.old and asdict(c.old), "new": c.new and asdict(c.new)}
+                for c in changes
+            ],
+        }
+        try:
+            sync_folder(self.folder / "objects")
+            self._write_document("journal.json", journal)
+            for change in changes:
+                self._carry_out(change.path, change.new, change.data)
+            self._sync(change.path for change in changes)
+            if manifest is None:
+                remove_file(self.folder / "manifest.json")
+                sync_folder(self.folder)
+            else:
+                self._write_document("manifest.json", manifest.document())
+        except BaseException as error:
+            if self.recover() == "completed" and isinstance(error, Exception):
+                return
+            if isinstance(error, OSError):
+                raise CannotWrite(f"{describe(error)}; everything was rolled back") from error
+            raise
+        try:
+            remove_file(self.folder / "journal.json")
+            sync_folder(self.folder)
+            self._forget_objects(manifest)
+        except OSError as error:  # the run is committed: this is only tidying up
+            self.notes.append(f"{describe(error)}; the next run tidies the state folder up")
+
+    def recover(self) -> str:
+        """Finish or roll back a run that died; says ``completed``, ``rolled back`` or nothing."""
+        for folder in (self.folder, self.folder / "objects"):
+            for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+                remove_file(path)
+        journal = self._load("journal.json")
+        if journal is None:
+            return ""
+        try:
+            target = journal["to"]
+            changes = [
+                Change(entry["path"], _state(entry["old"]), _state(entry["new"]))
+                for entry in journal["changes"]
+            ]
+            for change in changes:
+                check_path(change.path)
+                if change.path.split("/")[0] not in self.packages:
+                    raise ValueError(f"{change.path}: no package of this installation")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._damaged("journal.json", error) from None
+        manifest = self.manifest()
+        committed = (manifest.transaction if manifest else None) == target
+        if not committed:
+            self._roll_back(changes)
+        for change in changes:
+            remove_file(temporary_name(self.locate(change.path)))
+        self._sync(change.path for change in changes)
+        remove_file(self.folder / "journal.json")
+        sync_folder(self.folder)
+        self._forget_objects(manifest)
+        return "completed" if committed else "rolled back"
+
+    def _roll_back(self, changes: Sequence[Change]) -> None:
+        strange = []
+        for change in changes:
+            found = self.read(change.path)
+            now = found[0].sha256 if found else None
+            if now == (change.old and change.old.sha256):
+                continue
+            if now != (change.new and change.new.sha256):
+                strange.append(str(self.locate(change.path)))
+                continue
+            data = self.object(change.old.sha256) if change.old else None
+            self._carry_out(change.path, change.old, data)
+        if strange:
+            raise ImageMismatch(
+                "an interrupted run cannot be rolled back: somebody changed "
+                + ", ".join(strange)
+                + "; reinstall the package and remove "
+                + str(self.folder)
+            )
+
+    def _carry_out(self, path: str, state: FileState | None, data: bytes | None) -> None:
+        full = self.locate(path)
+        if state is None:
+            remove_file(full)
+            return
+        if full.parent.name == "__pycache__":
+            full.parent.mkdir(exist_ok=True)
+        assert data is not None
+        if not write_file(full, state, data):
+            self.notes.append(f"{full}: its owner could not be kept (not permitted)")
+
+    def _sync(self, paths: Iterator[str]) -> None:
+        for folder in {self.locate(path).parent for path in paths}:
+            if folder.is_dir():
+                sync_folder(folder)
+
+    def _forget_objects(self, manifest: Manifest | None) -> None:
+        wanted = {
+            entry.pristine.sha256
+            for entry in (manifest.files if manifest else {}).values()
+            if entry.pristine
+        }
+        for path in list((self.folder / "objects").iterdir()):
+            if path.name not in wanted:
+                remove_file(path)
+
+
+def describe(error: OSError) -> str:
+    """An operating-system error with its file."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
