@@ -18,7 +18,6 @@ import os
 import py_compile
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from email.parser import Parser
@@ -26,11 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fixes.applier.fetching import SourcesError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fixes.applier.provision import load_toml
 
 _REQUIREMENTS = ("requirements/common.txt", "requirements.txt")
 _WHEEL = """\
@@ -98,7 +93,8 @@ def _from_sdist(root: Path, package: str, version: str) -> Project:
 
 
 def _from_checkout(root: Path, package: str, version: str) -> Project:
-    project = tomllib.loads(_text(root / "pyproject.toml")).get("project", {})
+    file = root / "pyproject.toml"
+    project = load_toml(_text(file), str(file)).get("project", {})
     setup = _setup_arguments(_text(root / "setup.py"))
     groups: dict[str, list[str]] = {}
     if scripts := project.get("scripts"):

@@ -13,6 +13,14 @@ from importlib import import_module
 from typing import Any
 
 
+def explain_failures() -> None:
+    """Say on standard error why an index could not be read, which pip itself only does as debug."""
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    collector = logging.getLogger("pip._internal.index.collector")
+    collector.setLevel(logging.DEBUG)
+    collector.addFilter(lambda record: record.getMessage().startswith("Could not fetch"))
+
+
 def find_link(command: Any, options: Any, session: Any, distribution: str, version: str) -> Any:
     """The link of the source distribution, or None when pip's settings lead to none."""
     finder = command._build_package_finder(options, session)
@@ -22,9 +30,7 @@ def find_link(command: Any, options: Any, session: Any, distribution: str, versi
 
 def download(distribution: str, version: str, target: str) -> int:
     """Write the source distribution to `target`; 3 when there is none, 4 when pip is unfamiliar."""
-    logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    # Why an index could not be read; pip tells that as mere information.
-    logging.getLogger("pip._internal.index.collector").setLevel(logging.INFO)
+    explain_failures()
     try:
         create_command = import_module("pip._internal.commands").create_command
         command = create_command("download")

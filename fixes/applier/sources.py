@@ -40,40 +40,13 @@ from fixes.applier.installing import (
     read_project,
     write_record,
 )
+from fixes.applier.pack import Pack
+from fixes.applier.profiles import PackagePin
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+PACK = Pack(Path(__file__).resolve().parents[2])
 SUMMARY = "sources.json"
-PACKAGES = ("vllm", "vllm_gaudi")
 # vLLM's build adds the device it was made for to the version, and the images build it for none.
 _LOCAL_VERSION = {"vllm": "+empty"}
-
-
-@dataclass(frozen=True)
-class Pin:
-    """What a profile says about a package: ``[packages.<package>]``."""
-
-    package: str
-    distribution: str
-    version: str
-    commit: str
-    sdist_sha256: str = ""
-    repository: str = ""
-    branch: str = ""
-
-    @property
-    def installed_version(self) -> str:
-        """The version as the images' build gives it."""
-        return self.version + _LOCAL_VERSION.get(self.package, "")
-
-    @property
-    def dispensable(self) -> bool:
-        """A commit known only by its short id cannot be asked of a server: it may be missing."""
-        return not self.sdist_sha256 and len(self.commit) < 40
 
 
 @dataclass
@@ -104,21 +77,14 @@ class Sources:
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
 
 
-def load_pins(release: str, profiles: Path = PROFILES) -> list[Pin]:
-    """The pins of a release's profile, vLLM first."""
-    path = profiles / f"{release}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in profiles.glob("v*.toml")))
-        raise UsageError(f"no profile {release}; there are: {known or 'none'}")
-    packages = tomllib.loads(path.read_text(encoding="utf-8")).get("packages", {})
-    pins = []
-    for package in (each for each in PACKAGES if each in packages):
-        values = {key.replace("-", "_"): value for key, value in packages[package].items()}
-        try:
-            pins.append(Pin(package, **values))
-        except TypeError as error:
-            raise UsageError(f"{path}: [packages.{package}]: {error}") from None
-    return pins
+def installed_version(pin: PackagePin) -> str:
+    """The version as the images' build gives it."""
+    return pin.version + _LOCAL_VERSION.get(pin.name, "")
+
+
+def dispensable(pin: PackagePin) -> bool:
+    """A commit known only by its short id cannot be asked of a server: it may be missing."""
+    return not pin.sdist_sha256 and len(pin.commit) < 40
 
 
 def read_summary(site_packages: Path) -> dict[str, Any]:
@@ -128,19 +94,19 @@ def read_summary(site_packages: Path) -> dict[str, Any]:
 
 
 def local_copy(
-    pin: Pin, release: str, cache: Path, environ: Mapping[str, str] = os.environ
+    pin: PackagePin, release: str, cache: Path, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
     """The local copy that replaces a package: named by a variable, or at the conventional place."""
-    variable = "GAUDI_FIX_PACK_" + re.sub(r"\W", "_", f"{pin.package}_{release}").upper()
+    variable = "GAUDI_FIX_PACK_" + re.sub(r"\W", "_", f"{pin.name}_{release}").upper()
     if named := environ.get(variable):
         return Path(named).expanduser()
     conventional = cache / f"{pin.distribution}-{release}"
-    return conventional if pin.dispensable and conventional.is_dir() else None
+    return conventional if dispensable(pin) and conventional.is_dir() else None
 
 
 def lay_out(
     release: str,
-    pins: Sequence[Pin],
+    pins: Sequence[PackagePin],
     into: Path,
     *,
     local: Mapping[str, Path] | None = None,
@@ -170,7 +136,7 @@ def _fill(
     made: Path,
     into: Path,
     release: str,
-    pins: Sequence[Pin],
+    pins: Sequence[PackagePin],
     local: Mapping[str, Path],
     cache: Path,
     bytecode: bool,
@@ -179,17 +145,17 @@ def _fill(
     installed: list[tuple[Path, Project]] = []
     for pin in pins:
         with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-            own = local.get(pin.package) or local_copy(pin, release, cache)
+            own = local.get(pin.name) or local_copy(pin, release, cache)
             try:
                 root, origin = _bring(pin, own, cache, Path(folder))
                 root, project = _with_project(pin, root, origin, cache, Path(folder))
             except Unreachable as error:
-                if not pin.dispensable:
+                if not dispensable(pin):
                     raise
-                result.missing[pin.package] = str(error)
+                result.missing[pin.name] = str(error)
                 continue
             origin.version = project.version
-            result.packages[pin.package] = origin
+            result.packages[pin.name] = origin
             installed.append((install(root, project, made, origin.commit), project))
     if bytecode:
         compile_bytecode(made, into)
@@ -199,7 +165,7 @@ def _fill(
     return result
 
 
-def _bring(pin: Pin, own: Path | None, cache: Path, folder: Path) -> tuple[Path, Origin]:
+def _bring(pin: PackagePin, own: Path | None, cache: Path, folder: Path) -> tuple[Path, Origin]:
     """The source tree of a package, and where it is from."""
     root = folder / "source"
     if own is not None:
@@ -212,19 +178,19 @@ def _bring(pin: Pin, own: Path | None, cache: Path, folder: Path) -> tuple[Path,
     return root, Origin("git", commit=commit, repository=pin.repository)
 
 
-def _bring_local(pin: Pin, own: Path, root: Path) -> tuple[Path, Origin]:
+def _bring_local(pin: PackagePin, own: Path, root: Path) -> tuple[Path, Origin]:
     if own.is_file():
         digest = sha256_of(own)
         _unpack(own, root)
         commit = pin.commit if digest == pin.sdist_sha256 else None
         return root, Origin("local", path=str(own), sha256=digest, commit=commit)
     # The folder around the package, or the package folder itself.
-    tree = own.parent if own.name == pin.package and (own / "__init__.py").is_file() else own
-    if (tree / pin.package / "__init__.py").is_file():
+    tree = own.parent if own.name == pin.name and (own / "__init__.py").is_file() else own
+    if (tree / pin.name / "__init__.py").is_file():
         return tree, Origin("local", path=str(own), commit=_checked_out(tree))
     raise SourcesError(
-        f"{own} holds no {pin.package}: give a source tree, a folder that contains"
-        f" {pin.package}/, or a source distribution"
+        f"{own} holds no {pin.name}: give a source tree, a folder that contains"
+        f" {pin.name}/, or a source distribution"
     )
 
 
@@ -243,17 +209,17 @@ def _checked_out(tree: Path) -> str | None:
 
 
 def _with_project(
-    pin: Pin, root: Path, origin: Origin, cache: Path, folder: Path
+    pin: PackagePin, root: Path, origin: Origin, cache: Path, folder: Path
 ) -> tuple[Path, Project]:
-    found = read_project(root, pin.package, pin.installed_version)
+    found = read_project(root, pin.name, installed_version(pin))
     if found is None and pin.repository:
         # A bare copy of the package: the project around it is that of the repository today.
         bare, root = root, folder / "around"
         commit = fetch_commit(pin.repository, "HEAD", pin.branch, cache, root)
-        shutil.rmtree(root / pin.package, ignore_errors=True)
-        shutil.copytree(bare / pin.package, root / pin.package)
+        shutil.rmtree(root / pin.name, ignore_errors=True)
+        shutil.copytree(bare / pin.name, root / pin.name)
         origin.note = f"project metadata from {pin.repository} at {commit}"
-        found = read_project(root, pin.package, pin.installed_version)
+        found = read_project(root, pin.name, installed_version(pin))
     if found is None:
         raise SourcesError(f"{root} says nothing about its project: no pyproject.toml, no PKG-INFO")
     return root, found
@@ -272,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = lay_out(
             options.release,
-            load_pins(options.release),
+            list(PACK.profile(options.release).packages.values()),
             options.into,
             local={package: path for package, path in copies.items() if path is not None},
             bytecode=not options.no_bytecode,
