@@ -142,7 +142,8 @@ def fetch_commit(repository: str, commit: str, branch: str, cache: Path, into: P
     """Unpack `commit` of `repository` into the folder `into`; returns its full id.
 
     A full id is asked for by itself (a shallow fetch). Where the server does not allow that, and
-    for a shortened id, the history of the branch comes without file contents.
+    for a shortened id, the branch comes with its history. Not as a filtered clone: a server that
+    gives away no single commits gives no single files either.
     """
     # A store for each commit: a shallow one must not be the ground another fetch builds on.
     store = cache / "git" / f"{PurePosixPath(repository).stem}-{commit[:12]}.git"
@@ -169,15 +170,8 @@ def _obtain(store: Path, repository: str, commit: str, branch: str) -> str:
         raise Unreachable(f"{repository} cannot be reached: {errors[0]}")
     where = f"refs/heads/{branch or '*'}"
     try:
-        # A promisor remote: contents that the archive needs are fetched when it asks for them.
-        for key, value in {
-            "remote.origin.url": repository,
-            "remote.origin.promisor": "true",
-            "remote.origin.partialclonefilter": "blob:none",
-        }.items():
-            _git(store, "config", key, value)
         heads = f"+{where}:{where.replace('heads', 'remotes/origin')}"
-        _git(store, "fetch", "--quiet", "--filter=blob:none", "--no-tags", "origin", heads)
+        _git(store, "fetch", "--quiet", "--no-tags", repository, heads)
         return _keep(store, commit, commit)
     except SourcesError as error:
         errors.append(str(error))
