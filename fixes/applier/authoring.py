@@ -1,4 +1,4 @@
-"""Tools for those who write fixes: record and check locks, start a fix, carry fixes to a new release."""
+"""Tools for those who write fixes: record and check locks, start a fix, carry it to a release."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
     lock = Lock(name, sites)
     # All together, in the profile's order: what is locked can be applied. Sites that are only
     # known by a fingerprint cannot be tried.
-    seen = [fix for fix in written if all(tree.read(site.file) is not None for site in sites[fix.id])]
+    seen = [
+        fix for fix in written if all(tree.read(site.file) is not None for site in sites[fix.id])
+    ]
     make_plan(seen, lock, tree.read)
     return lock
 
@@ -117,7 +119,9 @@ def _definitions_of(fix: LoadedFix, tree: Tree) -> Iterator[tuple[str, str, bool
     ]
     if shapes and len(fitting) != 1:
         found = f"{' and '.join(fitting)} do" if fitting else "none does"
-        raise ImageMismatch(f"{fix.id}: exactly one of its shapes ({', '.join(shapes)}) must fit; {found}")
+        raise ImageMismatch(
+            f"{fix.id}: exactly one of its shapes ({', '.join(shapes)}) must fit; {found}"
+        )
     for site in fix.sites:
         if not site.shape or site.shape in fitting:
             yield site.label, site.shape, True
@@ -157,7 +161,9 @@ def _locked(
     else:
         raise ImageMismatch(f"{label}: {tree.folder} does not have it exactly once")
     ends = newlines(text) if text is not None else "lf"
-    return LockedSite(path, definition, digest, ends, origin.commit, origin.evidence, shape, rewritten)
+    return LockedSite(
+        path, definition, digest, ends, origin.commit, origin.evidence, shape, rewritten
+    )
 
 
 # Porting ------------------------------------------------------------------------------------------
@@ -327,4 +333,3 @@ def relocked(pack: Pack, lock: Lock) -> bool:
     """Does the lock on disk say the same?"""
     path = pack.root / "profiles" / f"{lock.profile}.lock"
     return path.is_file() and path.read_text(encoding="utf-8") == lock.dump()
-

@@ -11,6 +11,7 @@ and printing together. Here only what an edit touches is rebuilt.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -44,8 +45,12 @@ _LAYOUT = re.compile(
 )
 
 
+# A name in one of these fields is no expression: `x` does not match in `y.x` or `f(x=1)`.
+_NAMING_FIELDS = ("attr", "keyword", "name")
+
+
 @cache
-def _code_fields(kind: type[Any]) -> tuple[str, ...]:
+def _code_fields(kind: Any) -> tuple[str, ...]:
     """The fields of a node class that hold code, not layout."""
     names = (field.name for field in dataclasses.fields(kind))
     return tuple(name for name in names if not _LAYOUT.fullmatch(name))
@@ -93,7 +98,8 @@ def _same(pattern: Any, code: Any) -> bool:
         return False
     if isinstance(pattern, cst.CSTNode):
         return all(
-            _same(getattr(pattern, name), getattr(code, name)) for name in _code_fields(type(code))
+            _same(getattr(pattern, name), getattr(code, name))
+            for name in _code_fields(code.__class__)
         )
     return bool(pattern == code)
 
@@ -161,7 +167,10 @@ class Definition:
         self._edit_body(lambda body, _after: [*body, *self._parsed(source)])
 
     def remove(self, pattern: str, *, count: int = 1) -> None:
-        """Take out a statement or a run of statements; an emptied block is left with `pass`."""
+        """Take out a statement or a run of statements; an emptied block is left with `pass`.
+
+        The marker goes above what follows: a file that the pack has written always carries one.
+        """
         self._edit_statements(pattern, lambda _old: [], count)
 
     def wrap(self, pattern: str, header: str, *, count: int = 1) -> None:
@@ -182,7 +191,9 @@ class Definition:
         paths = [
             path
             for path, node in self._walk()
-            if isinstance(node, cst.BaseExpression) and _same(wanted, node)
+            if isinstance(node, cst.BaseExpression)
+            and path[-1][0] not in _NAMING_FIELDS
+            and _same(wanted, node)
         ]
         self._replace_at(paths, source, count, pattern)
 
@@ -211,7 +222,8 @@ class Definition:
             node = getattr(node, name) if index is None else getattr(node, name)[index]
         inner = Definition(node, self._where, self._marker, self._layout)
         yield inner
-        self._root = _rebuilt(self._root, here, lambda _old: inner._root)
+        if inner._root is not node:
+            self._root = _rebuilt(self._root, here, lambda _old: inner._root)
 
     # How it works -------------------------------------------------------------------------------
 
@@ -260,8 +272,13 @@ class Definition:
         for path, start, stop in reversed(self._runs(pattern, count)):
 
             def edited(body: Sequence[Any], start: int = start, stop: int = stop) -> list[Any]:
-                new = [*body[:start], *change(list(body[start:stop])), *body[stop:]]
-                return new or self._parsed("pass")
+                new = change(list(body[start:stop]))
+                before, after = list(body[:start]), list(body[stop:])
+                if not new and after:
+                    after[0] = self._marked(after[0])
+                elif not new and before:
+                    before[-1] = self._marked(before[-1])
+                return [*before, *new, *after] or self._parsed("pass")
 
             self._root = _rebuilt(self._root, path, edited)
 
@@ -346,20 +363,21 @@ def rewrite(
 ) -> str:
     """Run codemods, each with the id of its fix, one after the other on a definition's text.
 
-    The definition keeps its indentation: libcst is given it under an ``if``, so that no line of it
-    moves, those of multi-line strings included. Raises :class:`SiteMismatch` when a codemod does
-    not find what it expects or changes nothing.
+    The definition keeps its indentation: libcst is given it under ``if`` statements, so that no
+    line of it moves, those of multi-line strings included. Raises :class:`SiteMismatch` when a
+    codemod does not find what it expects, or when nothing but layout has changed in the end.
     """
-    indented = text[:1].isspace()
     newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
     layout = Layout(newline, "\t" if text.startswith("\t") else "    ")
-    header = f"if 1:{newline}" if indented else ""
+    indent = text[: len(text) - len(text.lstrip())]
+    levels = -(-len(indent) // len(layout.indent))
+    header = "".join(f"{layout.indent * level}if 1:{newline}" for level in range(levels))
     final = "" if text.endswith(("\n", "\r")) else newline
     try:
         module = cst.parse_module(header + text + final, layout.config)
     except cst.ParserSyntaxError as error:
         raise SiteMismatch(f"{where}: libcst cannot parse it: {error.message}") from None
-    path: Path = (("body", 0), ("body", None), ("body", 0)) if indented else (("body", 0),)
+    path: Path = (("body", 0), *((("body", None), ("body", 0)) * levels))
     root: Any = module
     for name, index in path:
         root = getattr(root, name) if index is None else getattr(root, name)[index]
@@ -370,4 +388,6 @@ def rewrite(
             raise SiteMismatch(f"{where} ({fix_id}): the codemod changed nothing")
         root = code._root
     printed: str = _rebuilt(module, path, lambda _old: root).code
-    return printed.removeprefix(header).removesuffix(final) if final else printed[len(header) :]
+    if ast.dump(ast.parse(printed)) == ast.dump(ast.parse(header + text + final)):
+        raise SiteMismatch(f"{where}: the codemods changed nothing but comments and layout")
+    return printed[len(header) : len(printed) - len(final)]
