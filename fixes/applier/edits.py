@@ -16,6 +16,7 @@ import dataclasses
 import importlib
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -388,6 +389,12 @@ def rewrite(
             raise SiteMismatch(f"{where} ({fix_id}): the codemod changed nothing")
         root = code._root
     printed: str = _rebuilt(module, path, lambda _old: root).code
-    if ast.dump(ast.parse(printed)) == ast.dump(ast.parse(header + text + final)):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the target's invalid escapes
+            same = ast.dump(ast.parse(printed)) == ast.dump(ast.parse(header + text + final))
+    except SyntaxError as error:
+        raise SiteMismatch(f"{where}: the rewrite is no Python: {error}") from None
+    if same:
         raise SiteMismatch(f"{where}: the codemods changed nothing but comments and layout")
     return printed[len(header) : len(printed) - len(final)]

@@ -153,10 +153,20 @@ class Store:
             raise self._damaged("manifest.json", error) from None
 
     def position(self) -> tuple[str | None, bool]:
-        """The last committed transaction, and whether a run is under way or has died."""
-        journal = (self.folder / "journal.json").exists()
+        """The last committed transaction, and whether a run is under way or has died.
+
+        One that died before its journal has left a folder without a manifest or temporary files.
+        """
         manifest = self.manifest()
-        return (manifest.transaction if manifest else None), journal
+        names = [path.name for path in self._state_files()]
+        unsettled = "journal.json" in names or (manifest is None and self.folder.exists())
+        unsettled = unsettled or any(name.endswith(TEMPORARY_SUFFIX) for name in names)
+        return (manifest.transaction if manifest else None), unsettled
+
+    def _state_files(self) -> Iterator[Path]:
+        for folder in (self.folder, self.folder / "objects"):
+            with contextlib.suppress(FileNotFoundError):
+                yield from list(folder.iterdir())
 
     def _load(self, name: str) -> dict[str, Any] | None:
         found = read_file(self.folder / name)
@@ -288,8 +298,8 @@ class Store:
 
     def recover(self) -> str:
         """Finish or roll back a run that died; says ``completed``, ``rolled back`` or nothing."""
-        for folder in (self.folder, self.folder / "objects"):
-            for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+        for path in self._state_files():
+            if path.name.endswith(TEMPORARY_SUFFIX):
                 remove_file(path)
         journal = self._load("journal.json")
         if journal is None:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import py_compile
+import shutil
 import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -233,6 +234,10 @@ class World:
             except SystemExit as stop:
                 code = int(stop.code or 0)
         return Ran(code, out.getvalue(), err.getvalue())
+
+    def clean(self) -> None:
+        """Remove it all."""
+        shutil.rmtree(self.pack.parent)
 
     def snapshot(
         self, *, times: bool = False, state: bool = False
