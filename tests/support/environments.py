@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from functools import lru_cache
@@ -18,39 +17,29 @@ class NoInterpreter(Exception):
     """No interpreter at hand has what a test needs."""
 
 
-def interpreter(needs: frozenset[str], release: str, cache: Path) -> str:
-    """The interpreter for tests with these needs on this release."""
+def interpreter(needs: frozenset[str], cache: Path) -> str:
+    """The interpreter for tests with these needs."""
     if not needs & HEAVY:
         return sys.executable
-    for python in _candidates(release, cache):
-        if absent := _absent(python):
+    if reason := os.environ.get("GAUDI_FIX_PACK_NO_ENGINE"):
+        raise NoInterpreter(reason)
+    # The stamp is there when the environment is complete.
+    made = cache / "engine-venv"
+    found = made / "bin" / "python" if (made / "requirements.sha256").exists() else None
+    if python := os.environ.get("GAUDI_FIX_PACK_ENGINE_PYTHON") or found:
+        if absent := _absent(str(python)):
             raise NoInterpreter(f"{python} has no {' and no '.join(absent)}")
-        return python
+        return str(python)
     if importlib.util.find_spec("torch"):
         return sys.executable
     raise NoInterpreter(f"no interpreter with torch: {ADVICE}")
 
 
-def engine_venv(release: str, cache: Path) -> Path:
-    """Where the heavy environment of a release is made."""
-    return cache / f"engine-venv-{release}"
-
-
-def _candidates(release: str, cache: Path) -> list[str]:
-    own = "GAUDI_FIX_PACK_ENGINE_PYTHON"
-    named = [os.environ.get(f"{own}_{re.sub(r'[^A-Z0-9]', '_', release.upper())}")]
-    named.append(os.environ.get(own))
-    folders = [engine_venv(release, cache), cache / "engine-venv"]
-    found = [str(folder / "bin" / "python") for folder in folders]
-    return [path for path in named if path] + [path for path in found if Path(path).exists()]
-
-
 @lru_cache
 def _absent(python: str) -> tuple[str, ...]:
     """Which of the two modules that every child process needs an interpreter lacks."""
-    code = (
-        "import importlib.util as u; print(*(n for n in ('torch', 'pytest') if not u.find_spec(n)))"
-    )
+    code = "from importlib.util import find_spec as f; print(*(n for n in NAMES if not f(n)))"
+    code = code.replace("NAMES", "('torch', 'pytest')")
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -496,26 +496,30 @@ def test_without_torch_tests_that_need_it_skip(small: SmallPack) -> None:
 
 
 def test_which_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GAUDI_FIX_PACK_ENGINE_PYTHON", raising=False)
+    for name in ("GAUDI_FIX_PACK_ENGINE_PYTHON", "GAUDI_FIX_PACK_NO_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environments, "_absent", lambda python: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     heavy = frozenset({"torch"})
 
     def chosen() -> str:
-        return environments.interpreter(heavy, "v1.2.3", tmp_path)
+        return environments.interpreter(heavy, tmp_path)
 
-    assert environments.interpreter(frozenset(), "v1.2.3", tmp_path) == sys.executable
+    assert environments.interpreter(frozenset(), tmp_path) == sys.executable
     with pytest.raises(environments.NoInterpreter, match="ci/run"):
         chosen()
-    for folder in ("engine-venv", "engine-venv-v1.2.3"):
-        python = tmp_path / folder / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.touch()
-        assert chosen() == str(python)
+    python = tmp_path / "engine-venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    with pytest.raises(environments.NoInterpreter, match="ci/run"):  # not complete yet
+        chosen()
+    (tmp_path / "engine-venv" / "requirements.sha256").touch()
+    assert chosen() == str(python)
     monkeypatch.setenv("GAUDI_FIX_PACK_ENGINE_PYTHON", "/own")
     assert chosen() == "/own"
-    monkeypatch.setenv("GAUDI_FIX_PACK_ENGINE_PYTHON_V1_2_3", "/its/own")
-    assert chosen() == "/its/own"
+    monkeypatch.setenv("GAUDI_FIX_PACK_NO_ENGINE", "not today")
+    with pytest.raises(environments.NoInterpreter, match="not today"):
+        chosen()
 
 
 # -- trees -----------------------------------------------------------------------------------------

@@ -60,6 +60,11 @@ class Trees:
         """All releases, oldest first."""
         return self.pack.profile_names
 
+    @property
+    def bytecode(self) -> Path:
+        """Where Python may keep bytecode, so that it writes none into a tree."""
+        return self.cache / "pycache"
+
     def releases_of(self, fix_id: str) -> list[str]:
         """The releases whose profile lists a fix."""
         return [name for name in self.releases if self.pack.profile(name).entry(fix_id)]
@@ -152,16 +157,18 @@ class Trees:
                     shutil.rmtree(path, ignore_errors=True)
                     raise
             stamp.touch()
-        _forget_old(folder)
+        _forget_old(folder, self.bytecode)
         summary = sources.read_summary(path)
         return Tree(path, release, state, summary.get("missing", {}))
 
 
-def _forget_old(folder: Path) -> None:
+def _forget_old(folder: Path, bytecode: Path) -> None:
     for stamp in folder.glob("*.made"):
         if time.time() - stamp.stat().st_mtime > _KEEP_DAYS * 86400:
             stamp.unlink(missing_ok=True)
-            shutil.rmtree(stamp.with_suffix(""), ignore_errors=True)
+            path = stamp.with_suffix("")
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(bytecode / path.relative_to("/"), ignore_errors=True)
 
 
 def _key(*parts: str) -> str:

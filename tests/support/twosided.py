@@ -269,7 +269,7 @@ class TwoSided:
             lacking = {"vllm_gaudi"} if group.needs & {"engine", "vllm_gaudi"} else set()
             for package in lacking & tree.missing.keys():
                 return _all(nodeids, outcome="skipped", reason=_absence(tree, package))
-            python = interpreter(group.needs, group.release, self.trees.cache)
+            python = interpreter(group.needs, self.trees.cache)
         except NoInterpreter as error:
             return _all(nodeids, outcome="skipped", reason=str(error))
         except TreeError as error:
@@ -341,8 +341,7 @@ class TwoSided:
         return kept | {
             child.VARIABLE: json.dumps(side),
             "PYTHONPATH": os.pathsep.join(str(each) for each in dict.fromkeys(path)),
-            # Bytecode goes to a place of its own: the trees stay as the image has them.
-            "PYTHONPYCACHEPREFIX": str(self.trees.cache / "pycache"),
+            "PYTHONPYCACHEPREFIX": str(self.trees.bytecode),
             "PYTHONNOUSERSITE": "1",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)),
             "TMPDIR": str(scratch),
