@@ -19,6 +19,9 @@ from fixes.applier.digest import digest
 # Kept in step with store.py by a test; importing it would cost more than this whole run.
 STATE_FOLDER = ".gaudi-fix-pack"
 
+# What a lock leaves out because it is so nearly always: `profiles.LockedSite`'s defaults.
+_UNSAID = {"shape": "", "rewritten": True}
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -66,7 +69,10 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
     if "journal.json" in names or any(name.endswith("~") for name in names):
         return None
     with open(os.path.join(root, "profiles", f"{profile}.lock"), "rb") as lock:
-        locked = json.loads(lock.read())["fixes"]
+        locked = {
+            fix: [{**_UNSAID, **site} for site in sites]
+            for fix, sites in json.loads(lock.read())["fixes"].items()
+        }
     return report.build(
         command="apply",
         profile=profile,
@@ -94,4 +100,4 @@ def _inside(folders: dict[str, str], path: str) -> str:
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise ValueError(path)
-    return os.path.join(os.path.dirname(folders[parts[0]]), *parts)
+    return os.path.join(folders[parts[0]], *parts[1:])

@@ -32,11 +32,6 @@ class Package:
     commit: str
     note: str = ""
 
-    @property
-    def root(self) -> Path:
-        """The folder that holds the package folder."""
-        return self.folder.parent
-
 
 def find_packages(pins: Sequence[PackagePin], site_packages: Path | None) -> dict[str, Package]:
     """The packages of a profile by name, as ``vllm serve`` of this environment imports them.
@@ -108,23 +103,32 @@ def _describe(pin: PackagePin, folder: Path, path: list[str] | None) -> Package:
             name=pin.distribution, path=sys.path if path is None else path
         )
     )
-    version = found[0].version if found else ""
+    version = _version_of(found[0]) if found else ""
+    version = version or _version_in_file(folder / "_version.py")
     commits = [
         _commit_in_version_file(folder / "_version.py"),
         _commit_in_version(version),
         _commit_in_direct_url(found[0].read_text("direct_url.json") if found else None),
         _commit_of_checkout(folder.parent),
     ]
-    version = version or _version_in_file(folder / "_version.py") or "unknown"
     note = ""
     if path is None:
-        shadow = Path(os.getcwd()) / pin.name / "__init__.py"
+        shadow = Path(pin.name) / "__init__.py"
         if shadow.is_file() and Path(os.path.realpath(shadow.parent)) != folder:
             note = (
                 f"the working directory holds another {pin.name}; `vllm serve` does not import it,"
                 " but `python -m` from here would"
             )
-    return Package(pin.name, folder, version, next(filter(None, commits), ""), note)
+    commit = next(filter(None, commits), "")
+    return Package(pin.name, folder, version or "unknown", commit, note)
+
+
+def _version_of(distribution: importlib.metadata.Distribution) -> str:
+    """Its version; nothing where an interrupted uninstall left a folder without metadata."""
+    try:
+        return distribution.metadata["Version"] or ""
+    except (KeyError, TypeError):
+        return ""
 
 
 def _read(path: Path) -> str:

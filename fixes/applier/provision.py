@@ -58,7 +58,9 @@ def load_toml(text: str, where: str) -> dict[str, Any]:
     try:
         document: dict[str, Any] = toml.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: {error or type(error).__name__}") from None
+        line = re.search(r"\bat line (\d+)", str(error))
+        number = line.group(1) if line else text.count("\n", 0, -1) + 1
+        raise UsageError(f"{where}:{number}: {error or type(error).__name__}") from None
     return document
 
 

@@ -75,7 +75,7 @@ _SIGNS = {
 
 
 def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
-    """The document for people, the summary last."""
+    """The document for people, the summary last. Notes are log lines, not results."""
     for package in document["packages"]:
         commit = f" (commit {package['commit'][:12]})" if package["commit"] else ""
         yield f"{package['name']} {package['version']}{commit} in {package['folder']}"
@@ -95,7 +95,6 @@ def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
             yield f"  {file['state']} {file['path']} {hashes}"
     if document["unwritten"]:
         yield f"not written yet, so left out: {', '.join(document['unwritten'])}"
-    yield from document["notes"]
     yield summary(document)
 
 

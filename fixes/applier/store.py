@@ -120,8 +120,8 @@ class Store:
     def locate(self, path: str) -> Path:
         """The place of a manifest or lock path. Raises when it is reached through a symlink."""
         check_path(path)
-        package = self.packages[path.split("/")[0]]
-        full = package.root / path
+        name, *parts = path.split("/")
+        full = self.packages[name].folder.joinpath(*parts)
         if os.path.realpath(full.parent) != str(full.parent):
             raise ImageMismatch(
                 f"{full}: its folder is a symbolic link, so what it holds belongs to something else"
