@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fixes.applier.fetching import cache_folder, locked  # noqa: E402
+from fixes.authoring.fetching import cache_folder, locked  # noqa: E402
 
 LIGHT = [ROOT / "tests" / "requirements.txt"]
 ENGINE = [

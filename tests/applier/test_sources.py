@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from fixes.applier import fetching, sources
 from fixes.applier.errors import CannotWrite, UsageError
-from fixes.applier.fetching import SourcesError
 from fixes.applier.profiles import PackagePin
+from fixes.authoring import fetching, sources
+from fixes.authoring.fetching import SourcesError
 from tests.support.trees import Trees
 
 RELEASE = "v1.2.3"

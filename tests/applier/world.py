@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fixes.applier import cli
-from fixes.applier.authoring import Origin, Tree, record
 from fixes.applier.pack import Pack
+from fixes.authoring.locks import Origin, Tree, record
 
 ENGINE = '''\
 """The engine."""

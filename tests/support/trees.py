@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from fixes.applier import fetching, installing, sources
 from fixes.applier.digest import digest
 from fixes.applier.errors import PackError
 from fixes.applier.pack import Pack
+from fixes.authoring import fetching, installing, sources
 
 STOCK, FIXED = "stock", "fixed"
 _KEEP_DAYS = 3

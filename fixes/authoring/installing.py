@@ -24,8 +24,8 @@ from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
-from fixes.applier.fetching import SourcesError
 from fixes.applier.provision import load_toml
+from fixes.authoring.fetching import SourcesError
 
 _REQUIREMENTS = ("requirements/common.txt", "requirements.txt")
 _WHEEL = """\

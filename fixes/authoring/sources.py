@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from fixes.applier.errors import CannotWrite, PackError, UsageError
-from fixes.applier.fetching import (
+from fixes.applier.pack import Pack
+from fixes.applier.profiles import PackagePin
+from fixes.authoring.fetching import (
     SourcesError,
     Unreachable,
     cache_folder,
@@ -33,15 +35,13 @@ from fixes.applier.fetching import (
     fetch_sdist,
     sha256_of,
 )
-from fixes.applier.installing import (
+from fixes.authoring.installing import (
     Project,
     compile_bytecode,
     install,
     read_project,
     write_record,
 )
-from fixes.applier.pack import Pack
-from fixes.applier.profiles import PackagePin
 
 PACK = Pack(Path(__file__).resolve().parents[2])
 SUMMARY = "sources.json"
