@@ -66,8 +66,9 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
                     return None
             both = {"before": applied["sha256"], "after": applied["sha256"]}
             files.append({"path": path, "state": "unchanged", "fixes": entry["fixes"], **both})
-    # Last: a run that began while the files were read has a journal by now.
-    if os.path.exists(os.path.join(state, "journal.json")):
+    # Last: a run that began while the files were read has left traces by now.
+    names = os.listdir(state) + os.listdir(os.path.join(state, "objects"))
+    if "journal.json" in names or any(name.endswith("~") for name in names):
         return None
     with open(os.path.join(root, "profiles", f"{profile}.lock"), "rb") as lock:
         locked = {
