@@ -19,9 +19,11 @@ import pytest
 
 from fixes.applier.errors import CannotWrite, UsageError
 from fixes.applier.profiles import PackagePin
-from fixes.authoring import fetching, sources
+from fixes.authoring import cli, fetching, sources
 from fixes.authoring.fetching import SourcesError
 from tests.support.trees import Trees
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RELEASE = "v1.2.3"
 COMMIT = "0123456789" * 4
@@ -536,7 +538,7 @@ def test_the_cache_folder_follows_the_variables() -> None:
 def test_the_command_names_the_profiles_when_it_has_not_the_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sources.main(["v9.9.9", "--into", str(tmp_path / "site")]) == 2
+    assert cli.main(str(ROOT), ["sources", "v9.9.9", "--into", str(tmp_path / "site")]) == 2
     assert "v0.26.0" in capsys.readouterr().err
 
 
