@@ -288,6 +288,8 @@ class Definition:
             docstring = self._root.get_docstring(clean=False)  # type: ignore[attr-defined]
             return change(body, 0 if docstring is None else 1)
 
+        if not isinstance(getattr(self._root, "body", None), cst.IndentedBlock):
+            raise UsageError(f"{self._where}: it has no body of lines to insert into")
         self._root = _rebuilt(self._root, (("body", None), ("body", None)), edited)
 
     def _replace_at(self, paths: list[Path], source: str, count: int, pattern: str) -> None:
