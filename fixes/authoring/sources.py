@@ -43,7 +43,6 @@ from fixes.authoring.installing import (
     write_record,
 )
 
-PACK = Pack(Path(__file__).resolve().parents[2])
 SUMMARY = "sources.json"
 # vLLM's build adds the device it was made for to the version, and the images build it for none.
 _LOCAL_VERSION = {"vllm": "+empty"}
@@ -225,33 +224,42 @@ def _with_project(
     return root, found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``sources RELEASE --into DIR``: see the module's own words."""
-    parser = argparse.ArgumentParser(prog="sources", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("release", help="a profile, such as v0.26.0")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("release", metavar="RELEASE", help="a profile, such as v0.26.0")
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--vllm", type=Path, metavar="PATH", help="use this copy of vllm")
     parser.add_argument("--vllm-gaudi", type=Path, metavar="PATH", help="and this of vllm_gaudi")
     parser.add_argument("--no-bytecode", action="store_true", help="quicker: do not compile")
-    options = parser.parse_args(argv)
+
+
+def run(pack: Pack, options: argparse.Namespace) -> int:
+    """Lay out a release and say what came from where."""
     copies = {"vllm": options.vllm, "vllm_gaudi": options.vllm_gaudi}
-    try:
-        result = lay_out(
-            options.release,
-            list(PACK.profile(options.release).packages.values()),
-            options.into,
-            local={package: path for package, path in copies.items() if path is not None},
-            bytecode=not options.no_bytecode,
-        )
-    except PackError as error:
-        print(f"sources: {error}", file=sys.stderr)
-        return error.exit_code
+    result = lay_out(
+        options.release,
+        list(pack.profile(options.release).packages.values()),
+        options.into,
+        local={package: path for package, path in copies.items() if path is not None},
+        bytecode=not options.no_bytecode,
+    )
     for package, origin in result.packages.items():
         where = origin.path or origin.repository or "pip's index"
         print(f"{package} {origin.version} from {where} ({origin.commit or 'commit unknown'})")
     for package, reason in result.missing.items():
         print(f"{package} is missing: {reason}")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python3 -m fixes.authoring.sources RELEASE --into DIR``: see the module's own words."""
+    parser = argparse.ArgumentParser(prog="sources", description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    try:
+        return run(Pack(Path(__file__).resolve().parents[2]), parser.parse_args(argv))
+    except PackError as error:
+        print(f"sources: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":
