@@ -16,14 +16,13 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fixes.applier.errors import CannotWrite, PackError, UsageError
+from fixes.applier.errors import CannotWrite, UsageError
 from fixes.applier.pack import Pack
 from fixes.applier.profiles import PackagePin
 from fixes.authoring.fetching import (
@@ -225,8 +224,8 @@ def _with_project(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("release", metavar="RELEASE", help="a profile, such as v0.26.0")
+    """What ``sources`` takes on the command line."""
+    parser.add_argument("release", help="a profile, such as v0.26.0")
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--vllm", type=Path, metavar="PATH", help="use this copy of vllm")
     parser.add_argument("--vllm-gaudi", type=Path, metavar="PATH", help="and this of vllm_gaudi")
@@ -234,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(pack: Pack, options: argparse.Namespace) -> int:
-    """Lay out a release and say what came from where."""
+    """``dev.py sources RELEASE --into DIR``: lay out and say where each package came from."""
     copies = {"vllm": options.vllm, "vllm_gaudi": options.vllm_gaudi}
     result = lay_out(
         options.release,
@@ -249,18 +248,3 @@ def run(pack: Pack, options: argparse.Namespace) -> int:
     for package, reason in result.missing.items():
         print(f"{package} is missing: {reason}")
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``python3 -m fixes.authoring.sources RELEASE --into DIR``: see the module's own words."""
-    parser = argparse.ArgumentParser(prog="sources", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    try:
-        return run(Pack(Path(__file__).resolve().parents[2]), parser.parse_args(argv))
-    except PackError as error:
-        print(f"sources: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
