@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import importlib.metadata
@@ -12,14 +13,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from fixes.applier.errors import CannotWrite, UsageError
+from fixes.applier.pack import Pack
 from fixes.applier.profiles import PackagePin
-from fixes.authoring import cli, fetching, sources
+from fixes.authoring import fetching, sources
 from fixes.authoring.fetching import SourcesError
 from tests.support.trees import Trees
 
@@ -535,11 +537,36 @@ def test_the_cache_folder_follows_the_variables() -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_names_the_profiles_when_it_has_not_the_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_says_what_came_from_where(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(str(ROOT), ["sources", "v9.9.9", "--into", str(tmp_path / "site")]) == 2
-    assert "v0.26.0" in capsys.readouterr().err
+    monkeypatch.setenv("GAUDI_FIX_PACK_CACHE", str(world.cache))
+    profile = "\n".join(
+        [
+            f'release = "{RELEASE}"\nfix = []',
+            *(
+                "\n".join(
+                    [f"[packages.{pin.name}]"]
+                    + [
+                        f'{key.replace("_", "-")} = "{value}"'
+                        for key, value in asdict(pin).items()
+                        if value and key != "name"
+                    ]
+                )
+                for pin in (world.vllm, world.gaudi)
+            ),
+        ]
+    )
+    write_tree(world.folder, {f"profiles/{RELEASE}.toml": profile})
+    parser = argparse.ArgumentParser()
+    sources.add_arguments(parser)
+    into = world.folder / "site"
+    arguments = [RELEASE, "--into", str(into), "--vllm-gaudi", str(world.repository)]
+    assert sources.run(Pack(world.folder), parser.parse_args([*arguments, "--no-bytecode"])) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"vllm 1.2.3+empty from pip's index ({COMMIT})"
+    assert second == f"vllm_gaudi 1.2.3 from {world.repository} ({world.gaudi.commit})"
+    assert not list(into.rglob("*.pyc"))
 
 
 # -- the real packages -----------------------------------------------------------------------------

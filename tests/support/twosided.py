@@ -32,14 +32,14 @@ from typing import Any
 import pytest
 
 from tests.support import child
-from tests.support.environments import NoInterpreter, interpreter
+from tests.support.environments import HEAVY, NoInterpreter, interpreter
 from tests.support.trees import FIXED, STOCK, Tree, TreeError, Trees
 
 LEVELS = ("text", "definition", "class", "engine")
 NEEDS = ("torch", "engine", "vllm_gaudi")
 TAIL_LINES = 60
 TIMEOUT = 1500
-# The stand-in for the closed habana_frameworks package.
+# The stand-in for the closed habana_frameworks package. Where it is on the path, torch loads it.
 EMULATION = Path("tests", "emulation", "site")
 # What the child's interpreter decides, not this one.
 _CHILD_MARKS = {"skip", "skipif", "xfail", "usefixtures", "parametrize", "filterwarnings"}
@@ -283,8 +283,7 @@ class TwoSided:
         log.parent.mkdir(parents=True, exist_ok=True)
         root = self.config.rootpath
         command = [python, "-m", "pytest", "-p", "tests.support.child", "-p", "no:cacheprovider"]
-        # vllm-gaudi's own pytest plugin imports and patches vllm before any test of ours.
-        command += ["-p", "no:vllm_gaudi_compat", "--rootdir", str(root), "-q", *nodeids]
+        command += ["--rootdir", str(root), "-q", *nodeids]
         limit = float(os.environ.get("GAUDI_FIX_PACK_CHILD_TIMEOUT") or TIMEOUT)
         with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as scratch:
             report = Path(scratch, "report.jsonl")
@@ -328,7 +327,7 @@ class TwoSided:
     def _environment(self, group: Group, tree: Tree, scratch: Path, report: Path) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         path = [tree.path]
-        if "engine" in group.needs:
+        if group.needs & HEAVY:
             path.append(self.config.rootpath / EMULATION)
         path += [self.config.rootpath, Path(child.__file__).parents[2]]
         side = {
@@ -343,6 +342,9 @@ class TwoSided:
             "PYTHONPATH": os.pathsep.join(str(each) for each in dict.fromkeys(path)),
             "PYTHONPYCACHEPREFIX": str(self.trees.bytecode),
             "PYTHONNOUSERSITE": "1",
+            # vllm-gaudi brings a pytest plugin: it would patch vllm before any test of ours, and
+            # pytest would rewrite the assert statements of the package under test.
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)),
             "TMPDIR": str(scratch),
             "VLLM_CONFIG_ROOT": str(scratch / "config"),
