@@ -391,17 +391,11 @@ def test_a_run_that_goes_well_says_nothing_on_standard_error(world: World) -> No
         assert world.run(*argv).err == ""
 
 
-@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"FORCE_COLOR": "1"}])
 @pytest.mark.parametrize("argv", [("--help",), ("--list",), ("--profile", "v1.0.0"), ("--nope",)])
-def test_nothing_is_coloured(
-    world: World, environment: dict[str, str], argv: tuple[str, ...]
-) -> None:
-    ran, _ = run_command(
-        world,
-        *argv,
-        path=[world.site],
-        environment={"TERM": "xterm-256color", "CLICOLOR_FORCE": "1", **environment},
-    )
+def test_nothing_is_coloured_even_if_asked_to(world: World, argv: tuple[str, ...]) -> None:
+    asked = {"TERM": "xterm-256color", "FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"}
+    ran, _ = run_command(world, *argv, path=[world.site], environment=asked)
+    assert ran.out or ran.err
     assert "\x1b" not in ran.out + ran.err
 
 
