@@ -82,7 +82,7 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
         packages=[{"name": name, **entry} for name, entry in manifest["packages"].items()],
         fixes=dict.fromkeys(manifest["fixes"], "unchanged"),
         unwritten=manifest["unwritten"],
-        files=files,
+        files=sorted(files, key=lambda file: str(file["path"])),
         locked=locked,
     )
 
