@@ -11,10 +11,12 @@ and printing together. Here only what an edit touches is rebuilt.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -42,6 +44,10 @@ _LAYOUT = re.compile(
     "whitespace.*|trailing_whitespace|leading_lines|lines_after_decorators|header|footer|indent"
     "|newline|comma|dot|equal|semicolon|first_colon|second_colon|[lr](par|brace|bracket)"
 )
+
+
+# A name in one of these fields is no expression: `x` does not match in `y.x` or `f(x=1)`.
+_NAMING_FIELDS = ("attr", "keyword", "name")
 
 
 @cache
@@ -162,7 +168,10 @@ class Definition:
         self._edit_body(lambda body, _after: [*body, *self._parsed(source)])
 
     def remove(self, pattern: str, *, count: int = 1) -> None:
-        """Take out a statement or a run of statements; an emptied block is left with `pass`."""
+        """Take out a statement or a run of statements; an emptied block is left with `pass`.
+
+        The marker goes above what follows: a file that the pack has written always carries one.
+        """
         self._edit_statements(pattern, lambda _old: [], count)
 
     def wrap(self, pattern: str, header: str, *, footer: str = "", count: int = 1) -> None:
@@ -186,7 +195,9 @@ class Definition:
         paths = [
             path
             for path, node in self._walk()
-            if isinstance(node, cst.BaseExpression) and _same(wanted, node)
+            if isinstance(node, cst.BaseExpression)
+            and path[-1][0] not in _NAMING_FIELDS
+            and _same(wanted, node)
         ]
         self._replace_at(paths, source, count, pattern)
 
@@ -215,7 +226,8 @@ class Definition:
             node = getattr(node, name) if index is None else getattr(node, name)[index]
         inner = Definition(node, self._where, self._marker, self._layout)
         yield inner
-        self._root = _rebuilt(self._root, here, lambda _old: inner._root)
+        if inner._root is not node:
+            self._root = _rebuilt(self._root, here, lambda _old: inner._root)
 
     # How it works -------------------------------------------------------------------------------
 
@@ -264,8 +276,13 @@ class Definition:
         for path, start, stop in reversed(self._runs(pattern, count)):
 
             def edited(body: Sequence[Any], start: int = start, stop: int = stop) -> list[Any]:
-                new = [*body[:start], *change(list(body[start:stop])), *body[stop:]]
-                return new or self._parsed("pass")
+                new = change(list(body[start:stop]))
+                before, after = list(body[:start]), list(body[stop:])
+                if not new and after:
+                    after[0] = self._marked(after[0])
+                elif not new and before:
+                    before[-1] = self._marked(before[-1])
+                return [*before, *new, *after] or self._parsed("pass")
 
             self._root = _rebuilt(self._root, path, edited)
 
@@ -274,6 +291,8 @@ class Definition:
             docstring = self._root.get_docstring(clean=False)  # type: ignore[attr-defined]
             return change(body, 0 if docstring is None else 1)
 
+        if not isinstance(getattr(self._root, "body", None), cst.IndentedBlock):
+            raise UsageError(f"{self._where}: it has no body of lines to insert into")
         self._root = _rebuilt(self._root, (("body", None), ("body", None)), edited)
 
     def _replace_at(self, paths: list[Path], source: str, count: int, pattern: str) -> None:
@@ -350,20 +369,21 @@ def rewrite(
 ) -> str:
     """Run codemods, each with the id of its fix, one after the other on a definition's text.
 
-    The definition keeps its indentation: libcst is given it under an ``if``, so that no line of it
-    moves, those of multi-line strings included. Raises :class:`SiteMismatch` when a codemod does
-    not find what it expects or changes nothing.
+    The definition keeps its indentation: libcst is given it under ``if`` statements, so that no
+    line of it moves, those of multi-line strings included. Raises :class:`SiteMismatch` when a
+    codemod does not find what it expects, or when nothing but layout has changed in the end.
     """
-    indented = text[:1].isspace()
     newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
     layout = Layout(newline, "\t" if text.startswith("\t") else "    ")
-    header = f"if 1:{newline}" if indented else ""
+    indent = text[: len(text) - len(text.lstrip())]
+    levels = -(-len(indent) // len(layout.indent))
+    header = "".join(f"{layout.indent * level}if 1:{newline}" for level in range(levels))
     final = "" if text.endswith(("\n", "\r")) else newline
     try:
         module = cst.parse_module(header + text + final, layout.config)
     except cst.ParserSyntaxError as error:
         raise SiteMismatch(f"{where}: libcst cannot parse it: {error.message}") from None
-    path: Path = (("body", 0), ("body", None), ("body", 0)) if indented else (("body", 0),)
+    path: Path = (("body", 0), *((("body", None), ("body", 0)) * levels))
     root: Any = module
     for name, index in path:
         root = getattr(root, name) if index is None else getattr(root, name)[index]
@@ -374,4 +394,12 @@ def rewrite(
             raise SiteMismatch(f"{where} ({fix_id}): the codemod changed nothing")
         root = code._root
     printed: str = _rebuilt(module, path, lambda _old: root).code
-    return printed.removeprefix(header).removesuffix(final) if final else printed[len(header) :]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the target's invalid escapes
+            same = ast.dump(ast.parse(printed)) == ast.dump(ast.parse(header + text + final))
+    except SyntaxError as error:
+        raise SiteMismatch(f"{where}: the rewrite is no Python: {error}") from None
+    if same:
+        raise SiteMismatch(f"{where}: the codemods changed nothing but comments and layout")
+    return printed[len(header) : len(printed) - len(final)]
