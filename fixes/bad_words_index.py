@@ -61,13 +61,13 @@ FIX = Fix(
 )
 def words_by_row(code: Definition) -> None:
     """Key the words by row of this call; a padding row (index seen before) has none."""
-    # The indentation is the one that the lines get inside the call.
+    # The lines are indented relative to the statement they come into.
     code.replace_keyword(
         "bad_words_token_ids",
         "self.bad_words_token_ids",
         """{
-                row: self.bad_words_token_ids[index]
-                for row, index in enumerate(req_indices)
-                if index in self.bad_words_token_ids and req_indices.index(index) == row
-            }""",
+        row: self.bad_words_token_ids[index]
+        for row, index in enumerate(req_indices)
+        if index in self.bad_words_token_ids and req_indices.index(index) == row
+    }""",
     )

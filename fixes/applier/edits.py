@@ -190,7 +190,10 @@ class Definition:
         self._edit_statements(pattern, change, count)
 
     def replace_expression(self, pattern: str, source: str, *, count: int = 1) -> None:
-        """Put an expression in the place of another."""
+        """Put an expression in the place of another.
+
+        The lines of a longer one are indented relative to the statement it comes into.
+        """
         wanted = _expression(pattern)
         paths = [
             path

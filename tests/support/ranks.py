@@ -1,7 +1,7 @@
 """Two real worker processes under vLLM's real executor, on CPU, with a worker that does as told.
 
-All of vLLM's own is real: `MultiprocExecutor`, `WorkerProc` and its loops, the shared-memory message
-queues, the monitor. Only the `Worker` inside computes nothing.
+All of vLLM's own is real: `MultiprocExecutor`, `WorkerProc` and its loops, the shared-memory
+message queues, the monitor. Only the `Worker` inside computes nothing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Engine:
     def exit_code(self, rank: int, within: float = 3.0) -> int | None:
         """A rank's exit code; None for a process that still lives after that time."""
         self.processes[rank].join(within)
-        return self.processes[rank].exitcode
+        code: int | None = self.processes[rank].exitcode
+        return code
 
     def dead(self, within: float = 10.0) -> bool:
         """Has the engine core been told, and is every process gone?"""
