@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -103,8 +106,16 @@ def side() -> dict[str, Any]:
     return dict(json.loads(os.environ[VARIABLE]))
 
 
+def die_with(parent: int) -> None:
+    """End this process group when the parent is gone, even if that was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Take the report in hand."""
+    threading.Thread(target=die_with, args=(side()["parent"],), daemon=True).start()
     config.pluginmanager.register(Reporter(side()))
     if missing := side()["missing"]:
         sys.meta_path.insert(0, Absent(missing))
