@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -93,7 +94,9 @@ def _messages(longrepr: Any) -> str:
     """The messages of the exception and of its causes, without the source lines around them."""
     chain: Sequence[Any] = getattr(longrepr, "chain", ())
     crashes = [crash for _, crash, _ in chain] or [getattr(longrepr, "reprcrash", None)]
-    return "\n".join(crash.message for crash in crashes if crash) or str(longrepr)
+    messages = [crash.message for crash in crashes if crash] or [str(longrepr)]
+    # pytest leaves out the type of a failed assert statement.
+    return "\n".join(re.sub(r"^assert ", "AssertionError: assert ", each) for each in messages)
 
 
 def _skip_reason(longrepr: Any) -> str:

@@ -226,6 +226,13 @@ def test_output_counts_only_when_asked_for():
     vllm.first(["a"])
 
 
+@pytest.mark.red("(?s)AssertionError: assert .*'end' == 'start", release="v1")
+def test_long_message():
+    import vllm
+    if not hasattr(vllm, "applied"):
+        assert [*range(500), "end"] == [*range(500), "start"]
+
+
 @pytest.fixture
 def broken():
     raise OSError("no engine")
@@ -270,6 +277,7 @@ CASES = {
     "message_of_the_cause": ("passed", "passed", ""),
     "message_in_the_output": ("passed", "passed", ""),
     "output_counts_only_when_asked_for": ("failed", "passed", "but not with 'from a worker'"),
+    "long_message": ("passed", "passed", ""),
     "error_in_a_fixture": ("failed", "failed", OTHER),
     "error_in_a_teardown": ("failed", "failed", "left over"),
     "xfail_hides_nothing": ("failed", "failed", "xfail: use red"),

@@ -285,7 +285,8 @@ class TwoSided:
         log.parent.mkdir(parents=True, exist_ok=True)
         root = self.config.rootpath
         command = [python, "-m", "pytest", "-p", "tests.support.child", "-p", "no:cacheprovider"]
-        command += ["--rootdir", str(root), "-q", *nodeids]
+        # Very verbose, so that pytest cuts no message that a pattern has to match.
+        command += ["--rootdir", str(root), "-vv", *nodeids]
         limit = float(os.environ.get("GAUDI_FIX_PACK_CHILD_TIMEOUT") or TIMEOUT)
         with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as scratch:
             report = Path(scratch, "report.jsonl")
