@@ -102,7 +102,8 @@ def main(root: str, argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         import traceback
 
-        traceback.print_exc()
+        for line in traceback.format_exc().splitlines():
+            print(f"{PREFIX} {line}", file=sys.stderr)
         return _failed(error, 1, args, started)
     if document is not None:
         _print(document, args, started)

@@ -46,6 +46,8 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
     with open(os.path.join(root, "profiles", f"{profile}.toml"), encoding="utf-8") as file:
         names = re.findall(r"^\[packages\.(\w+)\]", file.read(), re.M)
     folders = {name: folder for name in names if (folder := _folder(name, request))}
+    if not folders:
+        return None
     state = os.path.join(folders[next(iter(folders))], STATE_FOLDER)
     with open(os.path.join(state, "manifest.json"), "rb") as manifest_file:
         manifest = json.loads(manifest_file.read())
@@ -80,7 +82,7 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
         packages=[{"name": name, **entry} for name, entry in manifest["packages"].items()],
         fixes=dict.fromkeys(manifest["fixes"], "unchanged"),
         unwritten=manifest["unwritten"],
-        files=files,
+        files=sorted(files, key=lambda file: str(file["path"])),
         locked=locked,
     )
 

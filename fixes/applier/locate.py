@@ -56,7 +56,7 @@ def missing_message(name: str, site_packages: Path | None) -> str:
     if site_packages is None and command is not None:
         first = _read(Path(command)).partition("\n")[0]
         interpreter = first.removeprefix("#!").strip()
-        if first.startswith("#!") and interpreter != sys.executable:
+        if first.startswith("#!") and interpreter not in ("", sys.executable):
             return f"{message}; `vllm` runs {interpreter}: run the pack with that interpreter"
     return f"{message}; run the pack with the interpreter that runs vllm, or use --site-packages"
 
@@ -163,14 +163,17 @@ def _commit_in_direct_url(text: str | None) -> str:
 
 def _commit_of_checkout(folder: Path) -> str:
     """The commit a git checkout is at, without git: HEAD, a loose ref or a packed one."""
-    head = _read(folder / ".git" / "HEAD").strip()
+    git = folder / ".git"
+    pointer = _read(git).strip()  # a worktree's and a submodule's .git is a file
+    if pointer.startswith("gitdir: "):
+        git = folder / pointer[len("gitdir: ") :]
+    common = git / (_read(git / "commondir").strip() or ".")
+    head = _read(git / "HEAD").strip()
     if not head.startswith("ref: "):
         return head if re.fullmatch(r"[0-9a-f]{40}", head) else ""
     ref = head[len("ref: ") :]
-    loose = _read(folder / ".git" / ref).strip()
-    packed = re.search(
-        rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _read(folder / ".git" / "packed-refs"), re.M
-    )
+    loose = _read(common / ref).strip()
+    packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _read(common / "packed-refs"), re.M)
     return loose or (packed.group(1) if packed else "")
 
 
@@ -187,7 +190,9 @@ def release_differs(pin: PackagePin, package: Package) -> bool:
         found = Version(package.version)
     except InvalidVersion:
         return False
-    return not same_commit and any(found.release) and found.release != Version(pin.version).release
+    # Of base versions, so that 0.26 is 0.26.0.
+    same_release = Version(found.base_version) == Version(Version(pin.version).base_version)
+    return not same_commit and any(found.release) and not same_release
 
 
 def require_packages(

@@ -71,7 +71,7 @@ def _provisioned() -> Path:
     tag = f"{sys.implementation.cache_tag}-{os.uname().machine}-{digest}"
     for cache in _cache_folders():
         folder = cache / tag
-        if folder.is_dir() and _is_ours(folder):
+        if folder.is_dir() and _is_ours(cache) and _is_ours(folder):
             return folder
     for cache in _cache_folders():
         try:
@@ -106,19 +106,30 @@ def _install(work: Path, folder: Path) -> Path:
     command += ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-compile"]
     command += ["--target", str(target), "-r", str(REQUIREMENTS)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PIP_USER": "0"},  # pip refuses --target beside it
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         failure = "" if done.returncode == 0 else done.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     try:
         if failure:
-            raise MissingLibrary(_help(failure.splitlines()[-1]))
+            lines = failure.splitlines()
+            said = [line for line in lines if line.startswith("ERROR: ")] or lines
+            raise MissingLibrary(_help(said[-1].removeprefix("ERROR: ")))
         target.chmod(0o755)
         try:
             os.rename(target, folder)
         except OSError:  # another run was faster
             if not folder.is_dir():
                 raise
+            if not _is_ours(folder):
+                raise MissingLibrary(_help(f"others can write to {folder}")) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder

@@ -15,7 +15,8 @@ from fixes.applier.errors import ImageMismatch, PackError, UsageError
 from fixes.applier.fix import LoadedFix, Site
 from fixes.applier.pack import Pack
 from fixes.applier.plan import make_plan
-from fixes.applier.profiles import Lock, LockedSite
+from fixes.applier.profiles import Lock, LockedSite, Profile
+from fixes.authoring.sources import read_summary
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,22 @@ class Origin:
 
     commit: str
     evidence: str
+
+
+def origins_of(tree: Tree, profile: Profile) -> dict[str, Origin]:
+    """What the ``sources.json`` of a tree says of its packages, in the words of a lock."""
+    packages = read_summary(tree.folder).get("packages", {})
+    origins = {}
+    for name, pin in profile.packages.items():
+        found = packages.get(name, {})
+        commit = found.get("commit") or "unknown"
+        evidence = {
+            "index": f"{pin.distribution}=={pin.version} from the package index,"
+            f" sha256 {pin.sdist_sha256}",
+            "git": f"{pin.repository} at {commit}",
+        }
+        origins[name] = Origin(commit, evidence.get(found.get("kind", ""), "a local copy"))
+    return origins
 
 
 class Tree:
@@ -62,9 +79,15 @@ class _Fingerprints:
 
     def __init__(self, path: Path) -> None:
         self.files: Mapping[str, Any] = {}
+        self.others: Mapping[str, Origin] = {}
         if path.is_file():
             try:
-                self.files = json.loads(path.read_text(encoding="utf-8"))["files"]
+                document = json.loads(path.read_text(encoding="utf-8"))
+                self.files = document["files"]
+                self.others = {
+                    package: Origin(**origin)
+                    for package, origin in document["files_not_listed"].items()
+                }
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"{path}: not a file of fingerprints: {error}") from None
 
@@ -156,7 +179,8 @@ def _locked(
         if here is not None and here != digest:
             raise ImageMismatch(f"{label}: {here} in {tree.folder}, but {digest} was published")
     elif here is not None:
-        digest, origin = here, origins[path.split("/")[0]]
+        package = path.split("/")[0]
+        digest, origin = here, published.others.get(package, origins[package])
     else:
         raise ImageMismatch(f"{label}: {tree.folder} does not have it exactly once")
     ends = newlines(text) if text is not None else "lf"

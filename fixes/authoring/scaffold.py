@@ -80,7 +80,7 @@ def new_fix(
     unwritten = pack.root / "profiles" / "unwritten.toml"
     text = unwritten.read_text(encoding="utf-8")
     if fix_id in pack.unwritten:
-        line = re.compile(rf'^\s*"{re.escape(fix_id)}",\n', re.M)
+        line = re.compile(rf'\s*"{re.escape(fix_id)}"\s*,?')
         unwritten.write_text(line.sub("", text), encoding="utf-8")
         written.append(unwritten)
     return written

@@ -25,6 +25,8 @@ from fixes.authoring import fetching, sources
 from fixes.authoring.fetching import SourcesError
 from tests.support.trees import Trees
 
+ROOT = Path(__file__).resolve().parents[2]
+
 RELEASE = "v1.2.3"
 COMMIT = "0123456789" * 4
 PKG_INFO = """\

@@ -212,7 +212,7 @@ def _details(result: dict[str, Any]) -> str:
 # -- child processes -------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps plugins in sets
 class TwoSided:
     """Starts the child processes and hands out their results."""
 
