@@ -89,8 +89,9 @@ def _install(pip: list[str], requirements: list[Path], texts: list[str]) -> None
         command = [*install, *alone, "-r", str(path)]
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise CannotMake(f"pip could not install {path.relative_to(ROOT)}: {last[:300]}")
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            reason = (errors or ["no reason given"])[0][:300]
+            raise CannotMake(f"pip could not install {path.relative_to(ROOT)}: {reason}")
 
 
 def engine_environment(folder: Path) -> dict[str, str]:
