@@ -86,8 +86,12 @@ def _install(pip: list[str], requirements: list[Path], texts: list[str]) -> None
         _run([*install, f"{torch.group()}+cpu"], quiet=True)
     for path in requirements:
         alone = ["--no-deps"] if path.stem.endswith("nodeps") else []
-        if not _run([*install, *alone, "-r", str(path)]):
-            raise CannotMake(f"pip could not install {path.relative_to(ROOT)}")
+        command = [*install, *alone, "-r", str(path)]
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            reason = (errors or ["no reason given"])[0][:300]
+            raise CannotMake(f"pip could not install {path.relative_to(ROOT)}: {reason}")
 
 
 def engine_environment(folder: Path) -> dict[str, str]:

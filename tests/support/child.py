@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -90,7 +94,9 @@ def _messages(longrepr: Any) -> str:
     """The messages of the exception and of its causes, without the source lines around them."""
     chain: Sequence[Any] = getattr(longrepr, "chain", ())
     crashes = [crash for _, crash, _ in chain] or [getattr(longrepr, "reprcrash", None)]
-    return "\n".join(crash.message for crash in crashes if crash) or str(longrepr)
+    messages = [crash.message for crash in crashes if crash] or [str(longrepr)]
+    # pytest leaves out the type of a failed assert statement.
+    return "\n".join(re.sub(r"^assert ", "AssertionError: assert ", each) for each in messages)
 
 
 def _skip_reason(longrepr: Any) -> str:
@@ -103,8 +109,16 @@ def side() -> dict[str, Any]:
     return dict(json.loads(os.environ[VARIABLE]))
 
 
+def die_with(parent: int) -> None:
+    """End this process group when the parent is gone, even if that was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Take the report in hand."""
+    threading.Thread(target=die_with, args=(side()["parent"],), daemon=True).start()
     config.pluginmanager.register(Reporter(side()))
     if missing := side()["missing"]:
         sys.meta_path.insert(0, Absent(missing))

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,13 @@ def test_output_counts_only_when_asked_for():
     vllm.first(["a"])
 
 
+@pytest.mark.red("(?s)AssertionError: assert .*'end' == 'start", release="v1")
+def test_long_message():
+    import vllm
+    if not hasattr(vllm, "applied"):
+        assert [*range(500), "end"] == [*range(500), "start"]
+
+
 @pytest.fixture
 def broken():
     raise OSError("no engine")
@@ -268,6 +277,7 @@ CASES = {
     "message_of_the_cause": ("passed", "passed", ""),
     "message_in_the_output": ("passed", "passed", ""),
     "output_counts_only_when_asked_for": ("failed", "passed", "but not with 'from a worker'"),
+    "long_message": ("passed", "passed", ""),
     "error_in_a_fixture": ("failed", "failed", OTHER),
     "error_in_a_teardown": ("failed", "failed", "left over"),
     "xfail_hides_nothing": ("failed", "failed", "xfail: use red"),
@@ -343,9 +353,43 @@ def test_workers_left_behind_are_killed(small: SmallPack) -> None:
         """,
     )
     assert small.run("-k", "v1-stock").code == 0
-    pid = (small.root / "pid").read_text()
-    stat = Path("/proc", pid, "stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    assert not alive((small.root / "pid").read_text())
+
+
+def alive(pid: str) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """Whether a condition becomes true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return condition()
+
+
+def test_children_end_with_a_parent_that_is_killed(small: SmallPack) -> None:
+    small.write(
+        "tests/fixes/test_first_word.py",
+        """\
+        import os, pathlib, time
+
+        def test_x():
+            pathlib.Path("pid").write_text(str(os.getpid()))
+            time.sleep(600)
+        """,
+    )
+    command = [sys.executable, "-m", "pytest", "-k", "v1-stock"]
+    parent = subprocess.Popen(command, cwd=small.root, env=small.environment())
+    file = small.root / "pid"
+    assert wait_until(lambda: file.exists() and file.read_text() != "")
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not alive(file.read_text()))
 
 
 def test_packages_from_elsewhere_are_noticed(small: SmallPack) -> None:

@@ -6,7 +6,9 @@ first on the path; this process only judges what the child reports. See ``docs/t
 
 Marks
     red(pattern, release=..., output=False)  must fail on stock with a matching message, pass fixed
-    needs("torch", "engine", "vllm_gaudi")   what the child's environment must have
+    needs("torch")                           torch, and no plugin of vLLM is loaded
+    needs("engine")                          torch, and vllm_gaudi on the emulated device
+    needs("vllm_gaudi")                      skip where that package is not at hand
     only("v0.26.0", ...)                     the releases a test is for
     level("text")                            the level of proof, where it is not the usual one
 """
@@ -32,7 +34,7 @@ from typing import Any
 import pytest
 
 from tests.support import child
-from tests.support.environments import HEAVY, NoInterpreter, interpreter
+from tests.support.environments import NoInterpreter, interpreter
 from tests.support.trees import FIXED, STOCK, Tree, TreeError, Trees
 
 LEVELS = ("text", "definition", "class", "engine")
@@ -283,7 +285,8 @@ class TwoSided:
         log.parent.mkdir(parents=True, exist_ok=True)
         root = self.config.rootpath
         command = [python, "-m", "pytest", "-p", "tests.support.child", "-p", "no:cacheprovider"]
-        command += ["--rootdir", str(root), "-q", *nodeids]
+        # Very verbose, so that pytest cuts no message that a pattern has to match.
+        command += ["--rootdir", str(root), "-vv", *nodeids]
         limit = float(os.environ.get("GAUDI_FIX_PACK_CHILD_TIMEOUT") or TIMEOUT)
         with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as scratch:
             report = Path(scratch, "report.jsonl")
@@ -327,14 +330,20 @@ class TwoSided:
     def _environment(self, group: Group, tree: Tree, scratch: Path, report: Path) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         path = [tree.path]
-        if group.needs & HEAVY:
+        plugins: dict[str, str] = {}
+        if "engine" in group.needs:
             path.append(self.config.rootpath / EMULATION)
+        else:
+            path.append(Path(__file__).with_name("site"))
+            # Without a device vllm_gaudi cannot be loaded: vLLM must not try in its own processes.
+            plugins["VLLM_PLUGINS"] = ""
         path += [self.config.rootpath, Path(child.__file__).parents[2]]
         side = {
             "release": group.release,
             "state": group.state,
             "tree": str(tree.path),
             "report": str(report),
+            "parent": os.getpid(),
             "missing": {name: _absence(tree, name) for name in tree.missing},
         }
         return kept | {
@@ -351,6 +360,7 @@ class TwoSided:
             "VLLM_CACHE_ROOT": str(scratch / "cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **plugins,
         }
 
     # -- reporting ---------------------------------------------------------------------------------
