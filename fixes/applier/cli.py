@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 
@@ -16,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-    from typing import Any
+    from typing import Any, NoReturn
 
     from fixes.applier.pack import Pack
     from fixes.applier.runner import Result
@@ -32,8 +33,16 @@ exit codes:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argparse, with what it says on standard error looking like all else there."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split())
+        self.exit(2, f"{PREFIX} {usage}\n{PREFIX} error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="apply_all.py",
         description="Repair the installed vllm and vllm_gaudi: all chosen fixes, or no change.",
         epilog=_EXIT_CODES,
@@ -90,12 +99,11 @@ def main(root: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PREFIX} interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        raise
     except Exception as error:
         import traceback
 
-        traceback.print_exc()
+        for line in traceback.format_exc().splitlines():
+            print(f"{PREFIX} {line}", file=sys.stderr)
         return _failed(error, 1, args, started)
     if document is not None:
         _print(document, args, started)
@@ -128,6 +136,8 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
     from fixes.applier.pack import Pack
 
     pack = Pack(Path(root))
+    if args.diff:
+        _refuse(args, "--diff", "status", "revert")
     if args.list:
         _refuse(args, "--list", "fixes", "without", "package", "diff")
         return _listed(pack, args)
@@ -145,18 +155,21 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
             result = runner.revert(
                 pack,
                 site_packages=folder,
-                dry_run=args.dry_run or args.diff,
+                dry_run=args.dry_run,
                 lock_timeout=args.lock_timeout,
             )
         else:
             result = runner.status(pack, site_packages=folder, lock_timeout=args.lock_timeout)
     if args.diff and not args.json:
-        sys.stdout.writelines(_diff(result))
+        _emit("".join(_diff(result)))
         for note in result.notes:
             print(f"{PREFIX} {note}", file=sys.stderr)
         return None
     command = "revert" if args.revert else "status" if args.status else "apply"
-    return _document(pack, command, result)
+    document = _document(pack, command, result)
+    if args.diff:
+        document["diff"] = "".join(_diff(result))
+    return document
 
 
 def _refuse(args: argparse.Namespace, option: str, *others: str) -> None:
@@ -291,15 +304,32 @@ def _document(pack: Pack, command: str, result: Result) -> dict[str, Any]:
 
 def _print(document: dict[str, Any], args: argparse.Namespace, started: float) -> None:
     if args.json:
-        print(report.as_json(document, (time.perf_counter() - started) * 1000))
+        _emit(report.as_json(document, (time.perf_counter() - started) * 1000) + "\n")
         return
     if "text" in document:
-        print(document["text"])
+        _emit(document["text"] + "\n")
         return
     for note in document["notes"]:
         print(f"{PREFIX} {note}", file=sys.stderr)
     lines = list(report.lines(document, verbose=args.verbose))
-    print("\n".join(lines[-1:] if args.quiet else lines))
+    _emit("\n".join(lines[-1:] if args.quiet else lines) + "\n")
+
+
+def _emit(text: str) -> None:
+    """Write to standard output, bytes that are no text as they are. Nobody has to read on.
+
+    Whether packages were rewritten does not depend on who listens, so neither does the exit code.
+    """
+    if sys.stdout is None:
+        return
+    try:
+        if hasattr(sys.stdout, "buffer"):
+            sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        else:
+            sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
 
 
 def _failed(error: BaseException, code: int, args: argparse.Namespace, started: float) -> int:
@@ -318,7 +348,7 @@ def _failed(error: BaseException, code: int, args: argparse.Namespace, started: 
             from dataclasses import asdict
 
             document["error"]["mismatches"] = [asdict(mismatch) for mismatch in found]
-        print(report.as_json(document, (time.perf_counter() - started) * 1000))
+        _emit(report.as_json(document, (time.perf_counter() - started) * 1000) + "\n")
     return code
 
 
@@ -326,15 +356,14 @@ def _diff(result: Result) -> list[str]:
     """Pristine against rewritten, as a patch that git understands."""
     import difflib
 
+    def lines(data: bytes) -> list[str]:
+        # Bytes that are no UTF-8 must come out as they are, and a patch knows one line end only.
+        return re.findall(r"[^\n]*\n|[^\n]+", data.decode("utf-8", "surrogateescape"))
+
     found: list[str] = []
     for path, (old, new) in sorted(result.texts.items()):
-        before, after = (data.decode(errors="replace") for data in (old, new))
-        part = difflib.unified_diff(
-            before.splitlines(keepends=True),
-            after.splitlines(keepends=True),
-            f"a/{path}" if old else "/dev/null",
-            f"b/{path}",
-        )
+        before = f"a/{path}" if old else "/dev/null"
+        part = difflib.unified_diff(lines(old), lines(new), before, f"b/{path}")
         for line in part:
             found.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return found

@@ -57,12 +57,16 @@ class Source:
 
     @cached_property
     def lines(self) -> list[str]:
-        """The file's lines with their line ends."""
+        """The file's lines with their line ends. A byte order mark is in none of them."""
         try:
-            # "utf-8-sig" drops a byte order mark, so keep it as a character of the first line.
-            text = self.data.decode(self.encoding.replace("-sig", ""))
-        except UnicodeDecodeError as error:
+            text = self.data.decode(self.encoding)
+            # Not all codecs give back what they were given (UTF-7, escapes): then a rewrite would
+            # change bytes outside of the definition.
+            faithful = text.encode(self.encoding) == self.data
+        except UnicodeError as error:
             raise ImageMismatch(f"{self.path}: not {self.encoding}: {error}") from None
+        if not faithful:
+            raise ImageMismatch(f"{self.path}: {self.encoding} does not give the same bytes back")
         return _LINE.findall(text)
 
     @cached_property
@@ -75,6 +79,7 @@ class Source:
                     "ignore"
                 )  # invalid escapes in the target are not our business
                 tree = ast.parse(self.data)
+            _ = self.lines  # what cannot be decoded is told here, not at some definition
             for name, span in self._walk(tree.body, "", in_function=False):
                 found.setdefault(name, []).append(span)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -88,8 +93,7 @@ class Source:
         for node in body:
             if isinstance(node, _Definition):
                 name = prefix + node.name
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                yield name, Span(first - 1, node.end_lineno or node.lineno)
+                yield name, Span(self._first_line(node), node.end_lineno or node.lineno)
                 inside = in_function or not isinstance(node, ast.ClassDef)
                 yield from self._walk(node.body, f"{name}.", in_function=inside)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -102,6 +106,15 @@ class Source:
                 for field in _BLOCK_FIELDS:
                     inner = getattr(node, field, [])
                     yield from self._walk(inner, prefix, in_function=in_function)
+
+    def _first_line(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+        if not node.decorator_list:
+            return node.lineno - 1
+        first = node.decorator_list[0].lineno - 1
+        # `@(` may stand on a line above the expression that `ast` knows of.
+        while first and not self.lines[first].lstrip().startswith("@"):
+            first -= 1
+        return first
 
     def _has_lines_to_itself(self, node: ast.stmt) -> bool:
         first = self.lines[node.lineno - 1].encode()[: node.col_offset]
@@ -117,7 +130,10 @@ class Source:
         lines = list(self.lines)
         for span in sorted(texts, key=lambda span: span.start, reverse=True):
             lines[span.start : span.stop] = [texts[span]]
-        return "".join(lines).encode(self.encoding.replace("-sig", ""))
+        try:
+            return "".join(lines).encode(self.encoding)
+        except UnicodeEncodeError as error:
+            raise ImageMismatch(f"{self.path}: cannot hold the rewritten text: {error}") from None
 
 
 def fingerprint(text: str) -> str:

@@ -174,11 +174,14 @@ class Definition:
         """
         self._edit_statements(pattern, lambda _old: [], count)
 
-    def wrap(self, pattern: str, header: str, *, count: int = 1) -> None:
-        """Move a statement (or a run) into a block, as in ``wrap("x = f()", "with lock:")``."""
+    def wrap(self, pattern: str, header: str, *, footer: str = "", count: int = 1) -> None:
+        """Move a statement (or a run) into a block, as in ``wrap("x = f()", "with lock:")``.
+
+        ``footer`` is what stands below a block that does not end there: the handlers of a ``try:``.
+        """
 
         def change(old: list[Any]) -> list[Any]:
-            (block,) = self._parsed(f"{header}\n    pass")
+            (block,) = self._parsed(f"{header}\n    pass\n{textwrap.dedent(footer).strip()}")
             above = old[0].leading_lines
             inner = [old[0].with_changes(leading_lines=()), *old[1:]]
             block = block.with_changes(body=block.body.with_changes(body=inner))
@@ -187,7 +190,10 @@ class Definition:
         self._edit_statements(pattern, change, count)
 
     def replace_expression(self, pattern: str, source: str, *, count: int = 1) -> None:
-        """Put an expression in the place of another."""
+        """Put an expression in the place of another.
+
+        The lines of a longer one are indented relative to the statement it comes into.
+        """
         wanted = _expression(pattern)
         paths = [
             path
@@ -288,6 +294,8 @@ class Definition:
             docstring = self._root.get_docstring(clean=False)  # type: ignore[attr-defined]
             return change(body, 0 if docstring is None else 1)
 
+        if not isinstance(getattr(self._root, "body", None), cst.IndentedBlock):
+            raise UsageError(f"{self._where}: it has no body of lines to insert into")
         self._root = _rebuilt(self._root, (("body", None), ("body", None)), edited)
 
     def _replace_at(self, paths: list[Path], source: str, count: int, pattern: str) -> None:

@@ -19,6 +19,9 @@ from fixes.applier.digest import digest
 # Kept in step with store.py by a test; importing it would cost more than this whole run.
 STATE_FOLDER = ".gaudi-fix-pack"
 
+# What a lock leaves out because it is so nearly always: `profiles.LockedSite`'s defaults.
+_UNSAID = {"shape": "", "rewritten": True}
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -43,6 +46,8 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
     with open(os.path.join(root, "profiles", f"{profile}.toml"), encoding="utf-8") as file:
         names = re.findall(r"^\[packages\.(\w+)\]", file.read(), re.M)
     folders = {name: folder for name in names if (folder := _folder(name, request))}
+    if not folders:
+        return None
     state = os.path.join(folders[next(iter(folders))], STATE_FOLDER)
     with open(os.path.join(state, "manifest.json"), "rb") as manifest_file:
         manifest = json.loads(manifest_file.read())
@@ -61,11 +66,15 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
                     return None
             both = {"before": applied["sha256"], "after": applied["sha256"]}
             files.append({"path": path, "state": "unchanged", "fixes": entry["fixes"], **both})
-    # Last: a run that began while the files were read has a journal by now.
-    if os.path.exists(os.path.join(state, "journal.json")):
+    # Last: a run that began while the files were read has left traces by now.
+    names = os.listdir(state) + os.listdir(os.path.join(state, "objects"))
+    if "journal.json" in names or any(name.endswith("~") for name in names):
         return None
     with open(os.path.join(root, "profiles", f"{profile}.lock"), "rb") as lock:
-        locked = json.loads(lock.read())["fixes"]
+        locked = {
+            fix: [{**_UNSAID, **site} for site in sites]
+            for fix, sites in json.loads(lock.read())["fixes"].items()
+        }
     return report.build(
         command="apply",
         profile=profile,
@@ -73,7 +82,7 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
         packages=[{"name": name, **entry} for name, entry in manifest["packages"].items()],
         fixes=dict.fromkeys(manifest["fixes"], "unchanged"),
         unwritten=manifest["unwritten"],
-        files=files,
+        files=sorted(files, key=lambda file: str(file["path"])),
         locked=locked,
     )
 
@@ -93,4 +102,4 @@ def _inside(folders: dict[str, str], path: str) -> str:
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise ValueError(path)
-    return os.path.join(os.path.dirname(folders[parts[0]]), *parts)
+    return os.path.join(folders[parts[0]], *parts[1:])

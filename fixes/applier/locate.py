@@ -32,11 +32,6 @@ class Package:
     commit: str
     note: str = ""
 
-    @property
-    def root(self) -> Path:
-        """The folder that holds the package folder."""
-        return self.folder.parent
-
 
 def find_packages(pins: Sequence[PackagePin], site_packages: Path | None) -> dict[str, Package]:
     """The packages of a profile by name, as ``vllm serve`` of this environment imports them.
@@ -61,7 +56,7 @@ def missing_message(name: str, site_packages: Path | None) -> str:
     if site_packages is None and command is not None:
         first = _read(Path(command)).partition("\n")[0]
         interpreter = first.removeprefix("#!").strip()
-        if first.startswith("#!") and interpreter != sys.executable:
+        if first.startswith("#!") and interpreter not in ("", sys.executable):
             return f"{message}; `vllm` runs {interpreter}: run the pack with that interpreter"
     return f"{message}; run the pack with the interpreter that runs vllm, or use --site-packages"
 
@@ -88,7 +83,7 @@ def _folder_of(name: str, path: list[str] | None) -> Path | None:
                 spec = importlib.machinery.PathFinder.find_spec(name, [str(mapped.parent)])
     if spec is None or not spec.origin or not spec.origin.endswith("__init__.py"):
         return None
-    return Path(os.path.realpath(os.path.dirname(spec.origin)))
+    return Path(spec.origin).parent
 
 
 def _editable_mapping(site_packages: Path) -> dict[str, Path]:
@@ -101,30 +96,42 @@ def _editable_mapping(site_packages: Path) -> dict[str, Path]:
     return mapping
 
 
-def _describe(pin: PackagePin, folder: Path, path: list[str] | None) -> Package:
+def _describe(pin: PackagePin, imported: Path, path: list[str] | None) -> Package:
     """Version and commit as far as the installation tells; images often say less than the truth."""
+    folder = Path(os.path.realpath(imported))
     found = list(
         importlib.metadata.Distribution.discover(
             name=pin.distribution, path=sys.path if path is None else path
         )
     )
-    version = found[0].version if found else ""
+    version = _version_of(found[0]) if found else ""
+    version = version or _version_in_file(folder / "_version.py")
     commits = [
         _commit_in_version_file(folder / "_version.py"),
         _commit_in_version(version),
         _commit_in_direct_url(found[0].read_text("direct_url.json") if found else None),
         _commit_of_checkout(folder.parent),
     ]
-    version = version or _version_in_file(folder / "_version.py") or "unknown"
     note = ""
-    if path is None:
-        shadow = Path(os.getcwd()) / pin.name / "__init__.py"
+    if imported.is_symlink():
+        note = f"{imported} is a link: the folder behind it, {folder}, is what is rewritten"
+    elif path is None:
+        shadow = Path(pin.name) / "__init__.py"
         if shadow.is_file() and Path(os.path.realpath(shadow.parent)) != folder:
             note = (
                 f"the working directory holds another {pin.name}; `vllm serve` does not import it,"
                 " but `python -m` from here would"
             )
-    return Package(pin.name, folder, version, next(filter(None, commits), ""), note)
+    commit = next(filter(None, commits), "")
+    return Package(pin.name, folder, version or "unknown", commit, note)
+
+
+def _version_of(distribution: importlib.metadata.Distribution) -> str:
+    """Its version; nothing where an interrupted uninstall left a folder without metadata."""
+    try:
+        return distribution.metadata["Version"] or ""
+    except (KeyError, TypeError):
+        return ""
 
 
 def _read(path: Path) -> str:
@@ -159,14 +166,17 @@ def _commit_in_direct_url(text: str | None) -> str:
 
 def _commit_of_checkout(folder: Path) -> str:
     """The commit a git checkout is at, without git: HEAD, a loose ref or a packed one."""
-    head = _read(folder / ".git" / "HEAD").strip()
+    git = folder / ".git"
+    pointer = _read(git).strip()  # a worktree's and a submodule's .git is a file
+    if pointer.startswith("gitdir: "):
+        git = folder / pointer[len("gitdir: ") :]
+    common = git / (_read(git / "commondir").strip() or ".")
+    head = _read(git / "HEAD").strip()
     if not head.startswith("ref: "):
         return head if re.fullmatch(r"[0-9a-f]{40}", head) else ""
     ref = head[len("ref: ") :]
-    loose = _read(folder / ".git" / ref).strip()
-    packed = re.search(
-        rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _read(folder / ".git" / "packed-refs"), re.M
-    )
+    loose = _read(common / ref).strip()
+    packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _read(common / "packed-refs"), re.M)
     return loose or (packed.group(1) if packed else "")
 
 
@@ -183,7 +193,9 @@ def release_differs(pin: PackagePin, package: Package) -> bool:
         found = Version(package.version)
     except InvalidVersion:
         return False
-    return not same_commit and any(found.release) and found.release != Version(pin.version).release
+    # Of base versions, so that 0.26 is 0.26.0.
+    same_release = Version(found.base_version) == Version(Version(pin.version).base_version)
+    return not same_commit and any(found.release) and not same_release
 
 
 def require_packages(

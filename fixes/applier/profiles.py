@@ -115,7 +115,7 @@ class _TomlFile:
 
         The first one is looked for ``nth`` more times; the line is where the last one matched.
         """
-        lines = self.text.splitlines()
+        lines = self.text.split("\n")
         at = -1
         for number, pattern in enumerate(search):
             hits = [i for i in range(at + 1, len(lines)) if re.match(pattern, lines[i])]
@@ -124,6 +124,12 @@ class _TomlFile:
                 break
             at = hits[skip]
         return UsageError(f"{self.path}:{max(at, 0) + 1}: {message}")
+
+    def need_headers(self, header: str, count: int, *search: str) -> None:
+        """Insist on one way to write tables: errors and the fast path go by these lines."""
+        found = sum(line.split("#")[0].strip() == header for line in self.text.split("\n"))
+        if found != count:
+            raise self.error(f"write every such table as {header} on a line of its own", *search)
 
     def check_keys(
         self,
@@ -137,7 +143,7 @@ class _TomlFile:
         if not isinstance(table, dict):
             raise self.error("expected a table here", *search, nth=nth)
         for key, value in table.items():
-            line = rf"\s*\[*\"?([\w.-]+\.)?{re.escape(key)}\b"
+            line = rf"\s*\[*\"?([\w.-]+\.)?{re.escape(key)}(?![\w-])"
             if key not in allowed:
                 known = ", ".join(sorted(allowed))
                 raise self.error(
@@ -167,6 +173,11 @@ def load_profile(path: Path) -> Profile:
     name = path.name.removesuffix(".toml")
     if top["release"] != name:
         raise toml.error(f"release {top['release']!r} in a file named {path.name}", r"release\b")
+    if not top["packages"]:
+        raise toml.error("'packages' names no package", r"\s*\[?packages\b")
+    toml.need_headers("[[fix]]", len(top["fix"]), r"\s*(fix\b|\[\[\s*.?fix)")
+    for key in top["packages"]:
+        toml.need_headers(f"[packages.{key}]", 1, r"\s*(\[\s*)?packages\b")
     packages = {key: _pin(toml, key, table) for key, table in top["packages"].items()}
     entries = tuple(_entry(toml, number, table) for number, table in enumerate(top["fix"]))
     _check_order(toml, entries)

@@ -27,7 +27,7 @@ def build(
     recovered: str = "",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """The document of a run. ``fixes`` maps ids to ``applied``, ``unchanged`` or ``taken back``."""
+    """The document of a run; ``fixes`` maps ids to one of the states in ``_SIGNS``."""
     states = list(fixes.values())
     return {
         "schema_version": SCHEMA_VERSION,
@@ -45,7 +45,7 @@ def build(
         "notes": list(notes),
         "recovered": recovered,
         "counts": {
-            "applied": states.count("applied"),
+            "applied": states.count("applied") + states.count("would apply"),
             "unchanged": states.count("unchanged"),
             "files": sum(file["state"] != "unchanged" for file in files),
         },
@@ -59,16 +59,23 @@ def as_json(document: Mapping[str, Any], milliseconds: float) -> str:
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """The last line, always of this form."""
+    """The last line, always of this form; that of a dry run ends in ``dry-run``."""
     counts = " ".join(f"{key}={value}" for key, value in document["counts"].items())
-    return f"{counts} profile={document['profile'] or 'none'}"
+    dry_run = " dry-run" if document["dry_run"] else ""
+    return f"{counts} profile={document['profile'] or 'none'}{dry_run}"
 
 
-_SIGNS = {"applied": "+", "unchanged": "=", "taken back": "-"}
+_SIGNS = {
+    "applied": "+",
+    "would apply": "+",
+    "unchanged": "=",
+    "taken back": "-",
+    "would take back": "-",
+}
 
 
 def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
-    """The document for people, the summary last."""
+    """The document for people, the summary last. Notes are log lines, not results."""
     for package in document["packages"]:
         commit = f" (commit {package['commit'][:12]})" if package["commit"] else ""
         yield f"{package['name']} {package['version']}{commit} in {package['folder']}"
@@ -88,7 +95,6 @@ def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
             yield f"  {file['state']} {file['path']} {hashes}"
     if document["unwritten"]:
         yield f"not written yet, so left out: {', '.join(document['unwritten'])}"
-    yield from document["notes"]
     yield summary(document)
 
 

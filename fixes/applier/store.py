@@ -120,8 +120,8 @@ class Store:
     def locate(self, path: str) -> Path:
         """The place of a manifest or lock path. Raises when it is reached through a symlink."""
         check_path(path)
-        package = self.packages[path.split("/")[0]]
-        full = package.root / path
+        name, *parts = path.split("/")
+        full = self.packages[name].folder.joinpath(*parts)
         if os.path.realpath(full.parent) != str(full.parent):
             raise ImageMismatch(
                 f"{full}: its folder is a symbolic link, so what it holds belongs to something else"
@@ -153,10 +153,20 @@ class Store:
             raise self._damaged("manifest.json", error) from None
 
     def position(self) -> tuple[str | None, bool]:
-        """The last committed transaction, and whether a run is under way or has died."""
-        journal = (self.folder / "journal.json").exists()
+        """The last committed transaction, and whether a run is under way or has died.
+
+        One that died before its journal has left a folder without a manifest or temporary files.
+        """
         manifest = self.manifest()
-        return (manifest.transaction if manifest else None), journal
+        names = [path.name for path in self._state_files()]
+        unsettled = "journal.json" in names or (manifest is None and self.folder.exists())
+        unsettled = unsettled or any(name.endswith(TEMPORARY_SUFFIX) for name in names)
+        return (manifest.transaction if manifest else None), unsettled
+
+    def _state_files(self) -> Iterator[Path]:
+        for folder in (self.folder, self.folder / "objects"):
+            with contextlib.suppress(FileNotFoundError):
+                yield from list(folder.iterdir())
 
     def _load(self, name: str) -> dict[str, Any] | None:
         found = read_file(self.folder / name)
@@ -183,6 +193,7 @@ class Store:
         """Hold the lock. Waits for another run for so long, then raises :class:`Busy`."""
         descriptor = self._take_lock(time.monotonic() + seconds)
         try:
+            self._furnish()
             yield
         finally:
             try:
@@ -194,14 +205,19 @@ class Store:
                 os.close(descriptor)
 
     def _take_lock(self, deadline: float) -> int:
+        path = self.folder / "lock"
         while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder, 0o755)
             try:
-                self._make_folder()
-                path = self.folder / "lock"
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
             except FileNotFoundError:
                 continue  # a run that reverted removed the folder under us
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.folder)  # no more than the empty one made above
+                raise
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Locking a file that a reverting run has meanwhile removed would lock nobody out.
@@ -222,11 +238,9 @@ class Store:
                 raise
             os.close(descriptor)
 
-    def _make_folder(self) -> None:
-        for folder in (self.folder, self.folder / "objects"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder)
-                os.chmod(folder, 0o755)
+    def _furnish(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.folder / "objects", 0o755)
         ignore = self.folder / ".gitignore"
         if not ignore.exists():  # an editable install is somebody's checkout
             self._write(ignore, b"*\n")
@@ -288,8 +302,8 @@ class Store:
 
     def recover(self) -> str:
         """Finish or roll back a run that died; says ``completed``, ``rolled back`` or nothing."""
-        for folder in (self.folder, self.folder / "objects"):
-            for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+        for path in self._state_files():
+            if path.name.endswith(TEMPORARY_SUFFIX):
                 remove_file(path)
         journal = self._load("journal.json")
         if journal is None:

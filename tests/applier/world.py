@@ -9,14 +9,16 @@ import hashlib
 import io
 import os
 import py_compile
+import shutil
+import sys
 import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from fixes.applier import cli
-from fixes.applier.authoring import Origin, Tree, record
 from fixes.applier.pack import Pack
+from fixes.authoring.locks import Origin, Tree, record
 
 ENGINE = '''\
 """The engine."""
@@ -193,7 +195,9 @@ class World:
         self.record("v2.0.0", other)
 
     def write_fix(self, name: str, text: str) -> None:
-        """Write a fix module of the small pack."""
+        """Write a fix module of the small pack, as a new process would see it."""
+        sys.modules.pop(f"fixes.{name}", None)
+        shutil.rmtree(self.pack / "fixes" / "__pycache__", ignore_errors=True)
         (self.pack / "fixes" / f"{name}.py").write_text(textwrap.dedent(text).strip() + "\n")
 
     def record(self, profile: str, site: Path) -> None:
@@ -233,6 +237,10 @@ class World:
             except SystemExit as stop:
                 code = int(stop.code or 0)
         return Ran(code, out.getvalue(), err.getvalue())
+
+    def clean(self) -> None:
+        """Remove it all."""
+        shutil.rmtree(self.pack.parent)
 
     def snapshot(
         self, *, times: bool = False, state: bool = False

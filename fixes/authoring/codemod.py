@@ -1,6 +1,6 @@
 """Every fix as a libcst codemod command, for libcst's own tool and its test base class.
 
-    python3 -m libcst.tool codemod -x fixes.applier.codemod.FixCommand --fix bad-words-index DIR
+    python3 -m libcst.tool codemod -x fixes.authoring.codemod.FixCommand --fix bad-words-index DIR
 
 The applier itself does not go this way: see the measurements in docs/design.md.
 """

@@ -1,0 +1,165 @@
+"""The command line of those who write fixes: ``python3 fixes/dev.py sources|record|check|...``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from fixes.applier import provision
+from fixes.applier.errors import PackError, UsageError
+from fixes.applier.pack import Pack
+from fixes.authoring import docs, sources
+from fixes.authoring.locks import Tree, origins_of, record
+from fixes.authoring.porting import port
+from fixes.authoring.scaffold import new_fix
+
+PREFIX = "gaudi-fix-pack:"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dev.py", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    brings = commands.add_parser("sources", help="lay out a release's packages, installed")
+    sources.add_arguments(brings)
+
+    records = commands.add_parser("record", help="write a profile's lock from its packages")
+    checks = commands.add_parser("check", help="are locks and generated pages current?")
+    for command in (records, checks):
+        command.add_argument(
+            "profiles", nargs="*", metavar="RELEASE", help="all where none is named"
+        )
+        command.add_argument(
+            "--from", dest="tree", type=Path, metavar="DIR", help="a folder that `sources` made"
+        )
+
+    ports = commands.add_parser("port", help="compare the sites of fixes with another release")
+    ports.add_argument(
+        "fixes", nargs="*", metavar="FIX", help="all written ones where none is named"
+    )
+    ports.add_argument("--profile", required=True, metavar="RELEASE", help="where the fixes are")
+    ports.add_argument("--to", type=Path, required=True, metavar="DIR", help="the other packages")
+    ports.add_argument(
+        "--from", dest="tree", type=Path, metavar="DIR", help="the profile's packages"
+    )
+    ports.add_argument("--json", action="store_true", help="print one JSON document")
+
+    starts = commands.add_parser("new", help="start a fix: module, test and profile lines")
+    starts.add_argument("fix", metavar="FIX")
+    starts.add_argument("--profile", action="append", required=True, metavar="RELEASE")
+    starts.add_argument("--site", required=True, metavar="FILE::DEFINITION")
+    starts.add_argument("--opt-in", action="store_true")
+
+    pages = commands.add_parser("docs", help="write the generated pages")
+    pages.set_defaults(command="docs")
+    return parser
+
+
+def main(root: str, argv: Sequence[str] | None = None) -> int:
+    """Run a command for the pack checked out at ``root`` and return its exit code."""
+    args = _parser().parse_args(argv)
+    pack = Pack(Path(root))
+    try:
+        provision.require("libcst")
+        return _run(pack, args)
+    except PackError as error:
+        for line in str(error).splitlines():
+            print(f"{PREFIX} error: {line}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(pack: Pack, args: argparse.Namespace) -> int:
+    if args.command == "sources":
+        return sources.run(pack, args)
+    if args.command == "new":
+        return _new(pack, args)
+    if args.command == "port":
+        return _port(pack, args)
+    if args.command == "docs":
+        for path, text in docs.pages(pack).items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(pack.root)}")
+        return 0
+    return _locks(pack, args)
+
+
+@contextmanager
+def _packages_of(pack: Pack, name: str, folder: Path | None) -> Iterator[Tree]:
+    """The packages of a profile: in the folder that was named, or laid out for the moment."""
+    if folder is not None:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder")
+        yield Tree(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as temporary:
+        into = Path(temporary) / "site-packages"
+        pins = list(pack.profile(name).packages.values())
+        sources.lay_out(name, pins, into, bytecode=False)
+        yield Tree(into)
+
+
+def _locks(pack: Pack, args: argparse.Namespace) -> int:
+    names = args.profiles or pack.profile_names
+    if args.tree is not None and len(names) != 1:
+        raise UsageError("--from is the packages of one release: name it")
+    stale = []
+    for name in names:
+        path = pack.root / "profiles" / f"{name}.lock"
+        with _packages_of(pack, name, args.tree) as tree:
+            text = record(pack, name, tree, origins_of(tree, pack.profile(name))).dump()
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            print(f"{path.name} is current")
+        elif args.command == "check":
+            stale.append(path.name)
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.name}")
+    if args.command == "check":
+        stale += [
+            str(path.relative_to(pack.root))
+            for path, text in docs.pages(pack).items()
+            if not path.is_file() or path.read_text(encoding="utf-8") != text
+        ]
+        for what in stale:
+            print(f"{what} is not current: run `python3 fixes/dev.py record` and `docs`")
+    return 1 if stale else 0
+
+
+def _port(pack: Pack, args: argparse.Namespace) -> int:
+    """Exit code 0 when every definition is unchanged, 3 otherwise."""
+    profile = pack.profile(args.profile)
+    written = [entry.id for entry in profile.entries if entry.id not in pack.unwritten]
+    for fix in args.fixes:
+        if fix not in written:
+            raise UsageError(f"{args.profile} has no written fix {fix!r}")
+    fixes = pack.fixes(args.fixes or written)
+    if not args.to.is_dir():
+        raise UsageError(f"{args.to} is no folder")
+    with _packages_of(pack, args.profile, args.tree) as old:
+        found = port(fixes, pack.lock(args.profile), old, Tree(args.to))
+    if args.json:
+        print(json.dumps({"schema_version": 1, "sites": [asdict(one) for one in found]}, indent=1))
+    for one in [] if args.json else found:
+        print(f"{one.fix}: {one.state}: {one.label}" + (f" ({one.detail})" if one.detail else ""))
+        if one.diff:
+            print(one.diff)
+    return 0 if all(one.state == "unchanged" for one in found) else 3
+
+
+def _new(pack: Pack, args: argparse.Namespace) -> int:
+    file, _, definition = args.site.partition("::")
+    if not definition:
+        raise UsageError(
+            f"--site {args.site}: give FILE::DEFINITION, as in vllm/x.py::Class.method"
+        )
+    for path in new_fix(pack, args.fix, args.profile, file, definition, opt_in=args.opt_in):
+        print(f"wrote {path.relative_to(pack.root)}")
+    print("next: write the codemod and the test, then `python3 fixes/dev.py record` and `docs`")
+    return 0

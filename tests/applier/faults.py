@@ -1,0 +1,62 @@
+"""Make the n-th system call of a run fail, or die in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+# What a run calls to change the disk. Reading calls cannot leave anything half done.
+WRITING = """
+    chmod fchmod fchown fsync link mkdir open rename replace rmdir symlink unlink utime write
+"""
+
+
+class Counter:
+    """Counts the calls, and acts in the place of the n-th (0: only counts)."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self.number = number
+        self.act = act
+        self.calls = 0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, counted."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.number:
+                self.act()
+            return function(*args, **kwargs)
+
+        return counted
+
+
+@contextlib.contextmanager
+def at_call(number: int, act: Callable[[], None]) -> Iterator[Counter]:
+    """Act in the place of the n-th writing call made in the block."""
+    counter = Counter(number, act)
+    with contextlib.ExitStack() as stack:
+        for name in WRITING.split():
+            stack.enter_context(mock.patch.object(os, name, counter.wrap(getattr(os, name))))
+        yield counter
+
+
+def die() -> None:
+    """What a kernel does to a process that is out of luck."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(run: Callable[[], object]) -> int:
+    """Run in a forked process; its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)

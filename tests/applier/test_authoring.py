@@ -1,0 +1,448 @@
+"""Authoring: recording locks, carrying fixes to another release, starting a new one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fixes.applier.definitions import fingerprint
+from fixes.applier.edits import rewrite
+from fixes.applier.errors import ImageMismatch, UsageError
+from fixes.applier.pack import Pack
+from fixes.applier.profiles import Lock, load_lock
+from fixes.authoring.locks import Origin, Tree, record, relocked
+from fixes.authoring.porting import Ported, port
+from fixes.authoring.scaffold import new_fix
+from tests.applier.world import ENGINE, RUNNER, World
+
+HERE = Origin("1" * 40, "written by this test")
+ORIGINS = {"vllm": HERE, "vllm_gaudi": HERE}
+
+SHAPES = '''
+    """alpha: the same repair for two shapes of the code."""
+    from fixes.applier.fix import Fix, site
+
+    FIX = Fix(summary="shapes", symptom="wrong", references=("#1",), drop_when="never")
+
+    @site("vllm/engine.py", "Engine.step", shape="inline")
+    def inline(code):
+        code.replace_statement("value = double(request)", "value = double(request) + 1")
+
+    @site("vllm/engine.py", "Engine.step", shape="factored")
+    def factored(code):
+        code.replace_statement("value = self.run(request)", "value = self.run(request) + 1")
+
+    @site("vllm/engine.py", "double")
+    def always(code):
+        code.insert_first("value += 0")
+'''
+
+
+def recorded(world: World, folder: Path | None = None) -> Lock:
+    """The lock of v1.0.0 for a tree, the pristine installation's unless another is given."""
+    return record(Pack(world.pack), "v1.0.0", Tree(folder or world.site), ORIGINS)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace a text in a file that has it once."""
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+# Recording ----------------------------------------------------------------------------------------
+
+
+def test_a_lock_has_the_fingerprint_of_every_definition_and_its_origin(world: World) -> None:
+    lock = recorded(world)
+    assert list(lock.sites) == ["alpha", "beta", "gamma", "delta"]
+    step, double = lock.sites["alpha"]
+    text = ENGINE[ENGINE.index("    def step") : ENGINE.index("\n    @property")]
+    assert step.label == "vllm/engine.py::Engine.step"
+    assert step.sha256 == fingerprint(text)
+    assert (step.commit, step.evidence, step.newlines) == (HERE.commit, HERE.evidence, "lf")
+    assert (step.rewritten, double.rewritten) == (True, False)
+
+
+def test_a_lock_on_disk_is_what_record_gave(world: World) -> None:
+    lock = recorded(world)
+    path = world.pack / "profiles" / "v1.0.0.lock"
+    assert load_lock(path) == lock
+    assert relocked(Pack(world.pack), lock)
+
+
+@pytest.mark.parametrize("change", ["missing", "older"])
+def test_a_lock_that_is_not_current_is_told(world: World, change: str) -> None:
+    lock = recorded(world)
+    path = world.pack / "profiles" / "v1.0.0.lock"
+    if change == "missing":
+        path.unlink()
+    else:
+        edit(path, lock.sites["delta"][0].sha256, "0" * 64)
+    assert not relocked(Pack(world.pack), lock)
+
+
+def test_line_ends_are_recorded(world: World) -> None:
+    path = world.site / "vllm_gaudi" / "runner.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    lock = recorded(world)
+    assert {site.newlines for site in lock.sites["gamma"]} == {"crlf"}
+    assert {site.newlines for site in lock.sites["alpha"]} == {"lf"}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("vllm/engine.py", "def step(", "def stepp(", "Engine.step.*does not have it exactly once"),
+        ("vllm/engine.py", "def double(", "def twice(", "double.*does not have it exactly once"),
+        ("vllm/engine.py", "    size = 1\n", "    def step(self): ...\n", "exactly once"),
+        ("vllm/engine.py", "double(request)  # twice", "twice(request)", "expected 1 x .*found 0"),
+        ("vllm/engine.py", "import os", "import", "cannot parse"),
+    ],
+)
+def test_what_the_release_does_not_have_cannot_be_recorded(
+    world: World, file: str, old: str, new: str, message: str
+) -> None:
+    edit(world.site / file, old, new)
+    with pytest.raises(ImageMismatch, match=message):
+        recorded(world)
+
+
+def test_a_file_that_is_not_there_cannot_be_recorded(world: World) -> None:
+    (world.site / "vllm_gaudi" / "runner.py").unlink()
+    with pytest.raises(ImageMismatch, match="collate"):
+        recorded(world)
+
+
+@pytest.mark.parametrize("shape", ["inline", "factored"])
+def test_the_shape_that_fits_is_recorded(world: World, shape: str) -> None:
+    world.write_fix("alpha", SHAPES)
+    if shape == "factored":
+        edit(world.site / "vllm/engine.py", "double(request)  # twice", "self.run(request)")
+    sites = {site.label: site.shape for site in recorded(world).sites["alpha"]}
+    assert sites == {"vllm/engine.py::Engine.step": shape, "vllm/engine.py::double": ""}
+
+
+@pytest.mark.parametrize("shape", ["inline", "factored"])
+def test_the_recorded_shape_is_the_one_that_is_applied(world: World, shape: str) -> None:
+    world.write_fix("alpha", SHAPES)
+    call = "double" if shape == "inline" else "self.run"
+    if shape == "factored":
+        edit(world.site / "vllm/engine.py", "double(request)  # twice", "self.run(request)")
+    (world.pack / "profiles" / "v1.0.0.lock").write_text(recorded(world).dump())
+    assert world.run().code == 0
+    assert f"value = {call}(request) + 1" in (world.site / "vllm/engine.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("double(request)  # twice", "other(request)", r"\(factored, inline\) must fit; none does"),
+        (
+            "limit = LIMIT",
+            "limit = LIMIT\n        value = self.run(request)",
+            "must fit; factored and inline do",
+        ),
+    ],
+)
+def test_exactly_one_shape_must_fit(world: World, old: str, new: str, message: str) -> None:
+    world.write_fix("alpha", SHAPES)
+    edit(world.site / "vllm/engine.py", old, new)
+    with pytest.raises(ImageMismatch, match=message):
+        recorded(world)
+
+
+# Published fingerprints ---------------------------------------------------------------------------
+
+
+def publish(world: World, definitions: dict[str, object], file: str = "vllm/engine.py") -> None:
+    """Write a file of fingerprints for v1.0.0."""
+    entry = {"evidence": "branch x at commit abcdef0, quoted in a report"}
+    document = {
+        "files": {file: {**entry, "definitions": definitions}},
+        "files_not_listed": {"vllm": {"commit": "fedcba9", "evidence": "unchanged since"}},
+    }
+    path = world.pack / "profiles" / "v1.0.0.fingerprints.json"
+    path.write_text(json.dumps(document))
+
+
+def engine_fingerprints(world: World) -> dict[str, object]:
+    """What an honest publisher writes about the engine."""
+    return {site.definition: site.sha256 for site in recorded(world).sites["alpha"]}
+
+
+def test_a_published_fingerprint_that_agrees_gives_its_own_evidence(world: World) -> None:
+    publish(world, engine_fingerprints(world))
+    lock = recorded(world)
+    assert {site.commit for site in lock.sites["alpha"]} == {"abcdef0"}
+    assert lock.sites["alpha"][0].evidence == "branch x at commit abcdef0, quoted in a report"
+    assert lock.sites["gamma"][0].commit == HERE.commit
+
+
+def test_a_file_that_was_not_published_is_known_by_what_is_said_of_its_package(
+    world: World,
+) -> None:
+    publish(world, {}, "vllm/other.py")
+    lock = recorded(world)
+    assert (lock.sites["alpha"][0].commit, lock.sites["alpha"][0].evidence) == (
+        "fedcba9",
+        "unchanged since",
+    )
+    assert lock.sites["gamma"][0].commit == HERE.commit
+
+
+def test_a_published_fingerprint_stands_for_a_file_that_the_tree_has_not(world: World) -> None:
+    honest = engine_fingerprints(world)
+    whole = recorded(world)
+    publish(world, honest)
+    (world.site / "vllm" / "engine.py").unlink()
+    lock = recorded(world)
+    assert [s.sha256 for s in lock.sites["alpha"]] == [s.sha256 for s in whole.sites["alpha"]]
+
+
+def test_a_published_fingerprint_that_contradicts_the_tree_is_refused(world: World) -> None:
+    publish(world, {**engine_fingerprints(world), "Engine.step": "a" * 64})
+    with pytest.raises(ImageMismatch, match=f"but {'a' * 64} was published"):
+        recorded(world)
+
+
+@pytest.mark.parametrize("value", [None, ["a" * 64, "b" * 64]])
+def test_a_published_file_must_have_the_definition_just_once(world: World, value: object) -> None:
+    honest = engine_fingerprints(world)
+    publish(world, {"double": honest["double"], **({"Engine.step": value} if value else {})})
+    with pytest.raises(ImageMismatch, match=r"Engine\.step: the fingerprints do not have it"):
+        recorded(world)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"files": {}}'])
+def test_a_file_that_holds_no_fingerprints_is_a_usage_error(world: World, text: str) -> None:
+    path = world.pack / "profiles" / "v1.0.0.fingerprints.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="not a file of fingerprints"):
+        recorded(world)
+
+
+def test_a_lock_from_published_fingerprints_alone_is_applied_like_any_other(world: World) -> None:
+    publish(world, engine_fingerprints(world))
+    bare = world.site.with_name("bare")
+    shutil.copytree(world.site, bare)
+    (bare / "vllm" / "engine.py").unlink()
+    (world.pack / "profiles" / "v1.0.0.lock").write_text(recorded(world, bare).dump())
+    assert world.run().last == "applied=3 unchanged=0 files=2 profile=v1.0.0"
+
+
+# Porting ------------------------------------------------------------------------------------------
+
+
+def ported(world: World, new: Path, *, old: bool = True) -> dict[str, Ported]:
+    """What porting says of alpha's and gamma's definitions, by the definition's name."""
+    pack = Pack(world.pack)
+    fixes = pack.fixes(["alpha", "gamma"])
+    found = port(fixes, pack.lock("v1.0.0"), Tree(world.site) if old else None, Tree(new))
+    return {one.label.rpartition("::")[2]: one for one in found}
+
+
+@pytest.fixture
+def release(world: World) -> Path:
+    """The next release, so far the same as the last."""
+    folder = world.site.with_name("next")
+    shutil.copytree(world.site, folder)
+    return folder
+
+
+def test_unchanged_definitions_are_unchanged(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "LIMIT = 3", "LIMIT = 4\n\n")
+    states = {name: one.state for name, one in ported(world, release).items()}
+    assert states == {"Engine.step": "unchanged", "double": "unchanged", "collate": "unchanged"}
+
+
+def test_porting_names_fix_and_definition(world: World, release: Path) -> None:
+    one = ported(world, release)["collate"]
+    assert (one.fix, one.label) == ("gamma", "vllm_gaudi/runner.py::collate")
+
+
+def test_a_definition_under_another_class_has_moved(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "class Engine:", "class Core:")
+    one = ported(world, release)["Engine.step"]
+    assert (one.state, one.detail) == ("moved", "now vllm/engine.py::Core.step")
+
+
+def test_a_definition_in_another_file_has_moved(world: World, release: Path) -> None:
+    (release / "vllm/core").mkdir()
+    (release / "vllm/engine.py").rename(release / "vllm/core/steps.py")
+    one = ported(world, release)["double"]
+    assert (one.state, one.detail) == ("moved", "now vllm/core/steps.py::double")
+
+
+def test_files_that_are_no_python_do_not_stop_the_search(world: World, release: Path) -> None:
+    (release / "vllm/a.py").write_text("def double(\n")
+    (release / "vllm/b.py").write_bytes(b"double\0\xff")
+    (release / "vllm/engine.py").rename(release / "vllm/c.py")
+    assert ported(world, release)["double"].detail == "now vllm/c.py::double"
+
+
+def test_a_changed_definition_comes_with_its_diff(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "limit = LIMIT", "limit = LIMIT + 1")
+    one = ported(world, release)["Engine.step"]
+    assert one.state == "changed"
+    assert one.detail == "the codemod still fits: read the diff, run the test, record"
+    lines = one.diff.splitlines()
+    assert lines[:2] == [
+        "--- 111111111111 vllm/engine.py::Engine.step",
+        "+++ new vllm/engine.py::Engine.step",
+    ]
+    assert "-        limit = LIMIT" in lines
+    assert "+        limit = LIMIT + 1" in lines
+
+
+def test_without_the_old_tree_a_change_comes_without_diff(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "limit = LIMIT", "limit = LIMIT + 1")
+    one = ported(world, release, old=False)["Engine.step"]
+    assert (one.state, one.diff) == ("changed", "")
+
+
+def test_a_codemod_that_fits_no_more_is_told(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "double(request)  # twice", "double(request) + 1")
+    one = ported(world, release)["Engine.step"]
+    assert one.state == "changed"
+    assert one.detail.startswith("the codemod does not fit (")
+    assert "found 0" in one.detail
+
+
+def test_a_change_of_what_is_only_relied_on_is_told(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "return value * 2", "return value + value")
+    one = ported(world, release)["double"]
+    assert (one.state, one.detail) == ("changed", "relied on, not rewritten: read the diff")
+
+
+def test_a_definition_that_was_renamed_and_changed_is_gone(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "def step(self, request)", "def steps(self, requests)")
+    one = ported(world, release)["Engine.step"]
+    assert one.state == "gone"
+    assert one.detail.startswith("the file has Engine.steps")
+
+
+def test_a_file_that_is_gone_is_told(world: World, release: Path) -> None:
+    (release / "vllm_gaudi/runner.py").unlink()
+    one = ported(world, release)["collate"]
+    assert (one.state, one.detail) == ("gone", "vllm_gaudi/runner.py is not there any more")
+
+
+# A new fix ----------------------------------------------------------------------------------------
+
+
+def started(world: World, fix_id: str = "zeta-two", *, opt_in: bool = False) -> list[Path]:
+    """Start a fix of `pad` in both profiles."""
+    return new_fix(
+        Pack(world.pack),
+        fix_id,
+        ["v1.0.0", "v2.0.0"],
+        "vllm_gaudi/runner.py",
+        "pad",
+        opt_in=opt_in,
+    )
+
+
+def test_a_new_fix_is_a_module_a_test_and_a_line_in_each_profile(world: World) -> None:
+    names = [path.relative_to(world.pack).as_posix() for path in started(world)]
+    assert names == [
+        "fixes/zeta_two.py",
+        "tests/fixes/test_zeta_two.py",
+        "profiles/v1.0.0.toml",
+        "profiles/v2.0.0.toml",
+    ]
+    loaded = Pack(world.pack).fix("zeta-two")
+    assert [site.label for site in loaded.sites] == ["vllm_gaudi/runner.py::pad"]
+    assert loaded.doc.startswith("zeta-two:")
+
+
+@pytest.mark.parametrize("opt_in", [False, True])
+def test_a_new_fix_stands_last_in_the_profile(world: World, opt_in: bool) -> None:
+    started(world, opt_in=opt_in)
+    entry = Pack(world.pack).profile("v2.0.0").entries[-1]
+    assert (entry.id, entry.opt_in) == ("zeta-two", opt_in)
+
+
+def test_a_new_fix_can_be_recorded_and_applied(world: World) -> None:
+    started(world)
+    (world.pack / "profiles" / "v1.0.0.lock").write_text(recorded(world).dump())
+    assert world.run().last == "applied=4 unchanged=0 files=2 profile=v1.0.0"
+    text = (world.site / "vllm_gaudi/runner.py").read_text()
+    assert "def pad(rows, size, fill):\n    # fix: zeta-two\n    pass\n" in text
+
+
+def test_the_test_of_a_new_fix_fails_until_it_is_written(world: World) -> None:
+    _, test, *_ = started(world)
+    names: dict[str, object] = {}
+    exec(compile(ast.parse(test.read_text()), str(test), "exec"), names)
+    function = names["test_the_defect"]
+    assert callable(function)
+    with pytest.raises(pytest.fail.Exception, match="write me"):
+        function()
+
+
+def test_a_planned_fix_that_is_started_is_planned_no_more(world: World) -> None:
+    written = started(world, "epsilon")
+    pack = Pack(world.pack)
+    assert pack.unwritten == frozenset()
+    assert [entry.id for entry in pack.profile("v1.0.0").entries].count("epsilon") == 1
+    assert world.pack / "profiles" / "unwritten.toml" in written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'fixes = ["epsilon", "omega"]\n',
+        'fixes = ["omega", "epsilon"]\n',
+        'fixes = [\n    "omega",\n    "epsilon",\n]\n',
+        'fixes = [\n    "epsilon",  # why\n    "omega",\n]\n',
+    ],
+)
+def test_other_planned_fixes_stay_planned(world: World, text: str) -> None:
+    (world.pack / "profiles" / "unwritten.toml").write_text(text)
+    started(world, "epsilon")
+    assert Pack(world.pack).unwritten == {"omega"}
+
+
+@pytest.mark.parametrize("fix_id", ["Zeta", "zeta_two", "", "-zeta", "zeta-", "../zeta", "ze\n"])
+def test_a_name_that_is_no_id_is_refused(world: World, fix_id: str) -> None:
+    with pytest.raises(UsageError, match="no fix id"):
+        started(world, fix_id)
+
+
+def test_a_fix_that_exists_is_refused_and_left_alone(world: World) -> None:
+    before = (world.pack / "fixes" / "alpha.py").read_bytes()
+    with pytest.raises(UsageError, match="exists"):
+        started(world, "alpha")
+    assert (world.pack / "fixes" / "alpha.py").read_bytes() == before
+
+
+def test_a_profile_that_does_not_exist_is_refused_before_anything_is_written(world: World) -> None:
+    with pytest.raises(UsageError, match="there is no profile"):
+        new_fix(Pack(world.pack), "zeta", ["v9.0.0"], "vllm/engine.py", "double", opt_in=False)
+    assert not (world.pack / "fixes" / "zeta.py").exists()
+
+
+@pytest.mark.parametrize("definition", ["Engine.__init__", "Engine", "Engine.last", "double"])
+def test_any_function_or_class_can_be_started_with(world: World, definition: str) -> None:
+    new_fix(Pack(world.pack), "zeta", ["v1.0.0"], "vllm/engine.py", definition, opt_in=True)
+    (site,) = Pack(world.pack).fix("zeta").sites
+    tree = Tree(world.site)
+    text = tree.text("vllm/engine.py", definition)
+    assert text is not None
+    assert "# fix: zeta" in rewrite(text, site.label, [("zeta", site.rewrite)])
+
+
+def test_what_has_no_body_to_insert_into_says_so(world: World) -> None:
+    new_fix(Pack(world.pack), "zeta", ["v1.0.0"], "vllm/engine.py", "LIMIT", opt_in=True)
+    with pytest.raises(UsageError, match=r"vllm/engine\.py::LIMIT \(zeta\): it has no body"):
+        recorded(world)
+
+
+def test_the_small_world_is_what_these_tests_think_it_is() -> None:
+    assert "limit = LIMIT" in ENGINE
+    assert "def pad(rows, size, fill):" in RUNNER

@@ -1,0 +1,48 @@
+"""Generated pages and the places that have to agree with the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fixes.applier import errors
+from fixes.applier.pack import Pack
+from fixes.authoring import docs
+
+ROOT = Path(__file__).resolve().parents[2]
+PACK = Pack(ROOT)
+WRITTEN = sorted(
+    {entry.id for name in PACK.profile_names for entry in PACK.profile(name).entries}
+    - PACK.unwritten
+)
+
+
+def test_the_generated_pages_are_current() -> None:
+    for path, text in docs.pages(PACK).items():
+        assert path.read_text() == text, f"run `python3 fixes/dev.py docs`: {path.name} is stale"
+
+
+def test_every_listed_fix_is_written_or_listed_as_unwritten() -> None:
+    modules = {path.stem for path in (ROOT / "fixes").glob("*.py")}
+    modules |= {path.parent.name for path in (ROOT / "fixes").glob("*/__init__.py")}
+    tools = {"__init__", "apply_all", "dev", "applier", "authoring"}
+    assert {name.replace("_", "-") for name in modules - tools} == set(WRITTEN)
+
+
+@pytest.mark.parametrize("fix", WRITTEN)
+def test_every_fix_has_its_page_its_test_and_its_line_in_the_changelog(fix: str) -> None:
+    loaded = PACK.fix(fix)
+    assert loaded.doc.startswith(f"{fix}: "), "the docstring starts with the fix's id"
+    assert "Other places with the pattern" in loaded.doc
+    assert "Reference:" in loaded.doc
+    assert (ROOT / "tests" / "fixes" / f"test_{fix.replace('-', '_')}.py").is_file()
+    assert f"`{fix}`" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_documents_every_exit_code() -> None:
+    text = (ROOT / "README.md").read_text()
+    documented = {int(code) for code in re.findall(r"^\| (\d) \|", text, re.M)}
+    classes = [c for c in vars(errors).values() if isinstance(c, type)]
+    assert documented == {0, *(c.exit_code for c in classes if issubclass(c, errors.PackError))}

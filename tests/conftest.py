@@ -1,0 +1,3 @@
+"""Every test session has the two-sided plugin."""
+
+pytest_plugins = ("tests.support.twosided",)

@@ -1,0 +1,46 @@
+"""A tiny stand-in for the Gaudi software, for tests of single classes on CPU.
+
+`vllm_gaudi` imports `habana_frameworks` and touches `torch.hpu` on import. A test of one class
+needs neither, so mocks do; where the emulated stack (or the real one) is importable, that one is
+used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+from unittest.mock import MagicMock
+
+_MODULES = (
+    "habana_frameworks",
+    "habana_frameworks.torch",
+    "habana_frameworks.torch.core",
+    "habana_frameworks.torch.utils",
+    "habana_frameworks.torch.utils.internal",
+)
+
+
+def install() -> None:
+    """Make `import vllm_gaudi...` work on a machine without a Gaudi."""
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "empty")
+    if "habana_frameworks" in sys.modules or importlib.util.find_spec("habana_frameworks"):
+        return
+    for name in _MODULES:
+        sys.modules[name] = MagicMock()
+    import torch
+
+    torch.hpu = MagicMock()
+
+
+def hpu_input_batch() -> Any:
+    """The module `hpu_input_batch`, its copies to the device going to the CPU instead."""
+    install()
+    from vllm_gaudi.v1.worker import hpu_input_batch as module
+
+    def update(source: Any, dest: Any, indices: Any, device: str = "cpu") -> None:
+        dest[indices] = source[indices]
+
+    module.async_h2d_update = update  # its own default device is "hpu"
+    return module
