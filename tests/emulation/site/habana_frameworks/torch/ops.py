@@ -342,7 +342,8 @@ def _moe_schemas() -> Iterator[str]:
                 yield f"{overload}({given}, {weights}, {scales}, {ending}"
     yield (
         f"mixture_of_experts.bias_fused_weights({given}, {fused}, Tensor[] w12_bias, "
-        f"Tensor[] w3_bias, bool permuted_weights, {chunks}, float alpha=1.702, float limit=7.0) -> Tensor"
+        f"Tensor[] w3_bias, bool permuted_weights, {chunks}, "
+        "float alpha=1.702, float limit=7.0) -> Tensor"
     )
 
 
