@@ -136,6 +136,8 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
     from fixes.applier.pack import Pack
 
     pack = Pack(Path(root))
+    if args.diff:
+        _refuse(args, "--diff", "status", "revert")
     if args.list:
         _refuse(args, "--list", "fixes", "without", "package", "diff")
         return _listed(pack, args)
@@ -153,7 +155,7 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
             result = runner.revert(
                 pack,
                 site_packages=folder,
-                dry_run=args.dry_run or args.diff,
+                dry_run=args.dry_run,
                 lock_timeout=args.lock_timeout,
             )
         else:
@@ -164,7 +166,10 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
             print(f"{PREFIX} {note}", file=sys.stderr)
         return None
     command = "revert" if args.revert else "status" if args.status else "apply"
-    return _document(pack, command, result)
+    document = _document(pack, command, result)
+    if args.diff:
+        document["diff"] = "".join(_diff(result))
+    return document
 
 
 def _refuse(args: argparse.Namespace, option: str, *others: str) -> None:

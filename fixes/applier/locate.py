@@ -83,7 +83,7 @@ def _folder_of(name: str, path: list[str] | None) -> Path | None:
                 spec = importlib.machinery.PathFinder.find_spec(name, [str(mapped.parent)])
     if spec is None or not spec.origin or not spec.origin.endswith("__init__.py"):
         return None
-    return Path(os.path.realpath(os.path.dirname(spec.origin)))
+    return Path(spec.origin).parent
 
 
 def _editable_mapping(site_packages: Path) -> dict[str, Path]:
@@ -96,8 +96,9 @@ def _editable_mapping(site_packages: Path) -> dict[str, Path]:
     return mapping
 
 
-def _describe(pin: PackagePin, folder: Path, path: list[str] | None) -> Package:
+def _describe(pin: PackagePin, imported: Path, path: list[str] | None) -> Package:
     """Version and commit as far as the installation tells; images often say less than the truth."""
+    folder = Path(os.path.realpath(imported))
     found = list(
         importlib.metadata.Distribution.discover(
             name=pin.distribution, path=sys.path if path is None else path
@@ -112,7 +113,9 @@ def _describe(pin: PackagePin, folder: Path, path: list[str] | None) -> Package:
         _commit_of_checkout(folder.parent),
     ]
     note = ""
-    if path is None:
+    if imported.is_symlink():
+        note = f"{imported} is a link: the folder behind it, {folder}, is what is rewritten"
+    elif path is None:
         shadow = Path(pin.name) / "__init__.py"
         if shadow.is_file() and Path(os.path.realpath(shadow.parent)) != folder:
             note = (

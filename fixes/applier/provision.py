@@ -71,12 +71,12 @@ def _provisioned() -> Path:
     tag = f"{sys.implementation.cache_tag}-{os.uname().machine}-{digest}"
     for cache in _cache_folders():
         folder = cache / tag
-        if folder.is_dir() and _is_ours(cache) and _is_ours(folder):
+        if folder.is_dir() and all(map(_is_ours, (cache.parent, cache, folder))):
             return folder
     for cache in _cache_folders():
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_ours(cache):
+            if not (_is_ours(cache.parent) and _is_ours(cache)):
                 continue
             work = Path(tempfile.mkdtemp(prefix="provision-", dir=cache))
         except OSError:
@@ -94,13 +94,14 @@ def _cache_folders() -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Nobody else may have put code there: it would run with our rights."""
+    """Nobody but us and root may have put code there: it would run with our rights."""
     found = os.lstat(folder)
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and not folder.is_symlink()
+    trusted = found.st_uid in (0, os.geteuid())
+    return trusted and not found.st_mode & 0o022 and not folder.is_symlink()
 
 
 def _install(work: Path, folder: Path) -> Path:
-    print("gaudi-fix-pack: libcst is not installed; provisioning it with pip", file=sys.stderr)
+    print("gaudi-fix-pack: provisioning libcst and what it needs with pip", file=sys.stderr)
     target = work / "site"
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     command += ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-compile"]
@@ -138,7 +139,7 @@ def _install(work: Path, folder: Path) -> Path:
 def _help(reason: str) -> str:
     pins = re.findall(r"^(\S+==\S+)( ;.*)? \\$", REQUIREMENTS.read_text(), re.M)
     wanted = " ".join(pin for pin, marker in pins if not marker or sys.version_info < (3, 11))
-    return (
-        f"libcst is not installed and could not be provisioned ({reason}); run:"
-        f" {sys.executable} -m pip install {wanted}"
-    )
+    has_pip = importlib.util.find_spec("pip") is not None
+    pip = f"{sys.executable} -m pip install"
+    install = pip if has_pip else f"uv pip install --python {sys.executable}"
+    return f"libcst is missing and could not be provisioned ({reason}); run: {install} {wanted}"

@@ -37,7 +37,10 @@ def port(fixes: Sequence[LoadedFix], lock: Lock, old: Tree | None, new: Tree) ->
 
 
 def _ported(fix: LoadedFix, locked: LockedSite, old: Tree | None, new: Tree) -> Ported:
-    text = new.text(locked.file, locked.definition)
+    try:
+        text = new.text(locked.file, locked.definition)
+    except ImageMismatch as error:
+        return Ported(fix.id, locked.label, "gone", str(error))
     if text is not None and fingerprint(text) == locked.sha256:
         return Ported(fix.id, locked.label, "unchanged")
     if text is None:
@@ -91,5 +94,7 @@ def _lookalikes(locked: LockedSite, tree: Tree) -> str:
     source = tree.source(locked.file)
     if source is None:
         return f"{locked.file} is not there any more"
+    if locked.definition in source.definitions:
+        return f"the file defines it {len(source.definitions[locked.definition])} times"
     close = difflib.get_close_matches(locked.definition, source.definitions, n=3)
     return f"the file has {', '.join(close)}" if close else "nothing like it in the file"

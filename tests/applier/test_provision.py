@@ -22,7 +22,7 @@ from tests.applier import interpreters
 from tests.applier.command import run_command
 from tests.applier.world import Ran, World
 
-LINE = "gaudi-fix-pack: libcst is not installed; provisioning it with pip\n"
+LINE = "gaudi-fix-pack: provisioning libcst and what it needs with pip\n"
 APPLY = ("--profile", "v1.0.0")
 MODERN = [version for version in interpreters.VERSIONS if version != "3.10"]
 

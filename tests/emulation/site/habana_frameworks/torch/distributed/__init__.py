@@ -1,0 +1,5 @@
+"""``habana_frameworks.torch.distributed``."""
+
+from . import hccl
+
+__all__ = ["hccl"]

@@ -1,0 +1,5 @@
+"""``habana_frameworks.torch.utils``."""
+
+from . import experimental, internal
+
+__all__ = ["experimental", "internal"]
