@@ -1,12 +1,13 @@
 """Two real worker processes under vLLM's real executor, on CPU, with a worker that does as told.
 
-All of vLLM's own is real: `MultiprocExecutor`, `WorkerProc` and its loops, the shared-memory message
-queues, the monitor. Only the `Worker` inside computes nothing.
+All of vLLM's own is real: `MultiprocExecutor`, `WorkerProc` and its loops, the shared-memory
+message queues, the monitor. Only the `Worker` inside computes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import threading
 import time
 from typing import Any
@@ -114,8 +115,9 @@ class Engine:
 
     def exit_code(self, rank: int, within: float = 3.0) -> int | None:
         """A rank's exit code; None for a process that still lives after that time."""
-        self.processes[rank].join(within)
-        return self.processes[rank].exitcode
+        process: multiprocessing.process.BaseProcess = self.processes[rank]
+        process.join(within)
+        return process.exitcode
 
     def dead(self, within: float = 10.0) -> bool:
         """Has the engine core been told, and is every process gone?"""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from typing import Any
 from unittest.mock import MagicMock
 
 _MODULES = (
@@ -30,15 +31,15 @@ def install() -> None:
         sys.modules[name] = MagicMock()
     import torch
 
-    torch.hpu = MagicMock()
+    vars(torch)["hpu"] = MagicMock()
 
 
-def hpu_input_batch():
+def hpu_input_batch() -> Any:
     """The module `hpu_input_batch`, its copies to the device going to the CPU instead."""
     install()
     from vllm_gaudi.v1.worker import hpu_input_batch as module
 
-    def update(source, dest, indices, device="cpu"):
+    def update(source: Any, dest: Any, indices: list[int], device: str = "cpu") -> None:
         dest[indices] = source[indices]
 
     module.async_h2d_update = update  # its own default device is "hpu"
