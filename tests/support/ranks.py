@@ -148,7 +148,6 @@ def engine(monkeypatch: Any, *, asynchronous: bool = False, connector: bool = Fa
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.multimodal.registry import MultiModalRegistry
 
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "empty")
     # The processes are copies of this one, the class above included.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")

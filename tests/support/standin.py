@@ -22,9 +22,14 @@ _MODULES = (
 )
 
 
+def plain_vllm() -> None:
+    """Keep vLLM from making the installed vllm_gaudi its platform. Call before the first import."""
+    os.environ.update(VLLM_TARGET_DEVICE="empty", VLLM_PLUGINS="")
+
+
 def install() -> None:
     """Make `import vllm_gaudi...` work on a machine without a Gaudi."""
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "empty")
+    plain_vllm()
     if "habana_frameworks" in sys.modules or importlib.util.find_spec("habana_frameworks"):
         return
     for name in _MODULES:
