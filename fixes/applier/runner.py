@@ -147,6 +147,12 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
             recovered = store.recover()
     manifest = store.manifest()
     if manifest is not None:
+        gone = {path.split("/")[0] for path in manifest.files} - set(packages)
+        if gone:
+            raise ImageMismatch(
+                f"{' and '.join(sorted(gone))}: not installed any more, though the pack had"
+                " rewritten files of it; run the pack again, or --revert"
+            )
         changed = [
             str(store.locate(path))
             for path, entry in manifest.files.items()
@@ -345,10 +351,16 @@ def _changes(
 ) -> _Outcome:
     """What has to be written so that the planned files, and no others, differ from the image's."""
     old_files = dict(before.files) if before else {}
+    gone = {path for path in old_files if path.split("/")[0] not in store.packages}
+    for path in gone:
+        del old_files[path]
     files: dict[str, FileEntry] = {}
     sources: list[Change] = []
     kept: dict[str, bytes] = {}
-    notes: list[str] = []
+    notes = [
+        f"{name} is not installed any more: what was applied to it is forgotten"
+        for name in sorted({path.split("/")[0] for path in gone})
+    ]
     texts: dict[str, tuple[bytes, bytes]] = {}
     for file in planned:
         original = pristine.find(file.path)

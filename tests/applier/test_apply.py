@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -239,6 +240,21 @@ def test_a_package_that_was_upgraded_is_taken_for_what_it_is(world: World) -> No
     world.run("--revert", profile=None)
     assert engine.read_bytes() == other.read_bytes()
     assert b"# fix" not in runner.read_bytes()
+
+
+def test_a_package_that_was_uninstalled_is_forgotten(world: World) -> None:
+    shipped = (world.site / "vllm" / "engine.py").read_bytes()
+    world.run("delta")
+    shutil.rmtree(world.site / "vllm_gaudi")
+    status = world.run("--status", profile=None)
+    assert status.code == 3
+    assert "vllm_gaudi: not installed any more" in status.err
+    ran = world.run("--package", "vllm")
+    assert ran.code == 0
+    assert "vllm_gaudi is not installed any more" in ran.err
+    assert world.run("--status", profile=None).code == 0
+    assert world.run("--revert", profile=None).code == 0
+    assert (world.site / "vllm" / "engine.py").read_bytes() == shipped
 
 
 def test_marks_of_the_pack_without_its_state_are_refused(world: World) -> None:
