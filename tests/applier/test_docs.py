@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fixes.applier import errors
+from fixes.applier.digest import VERSION
 from fixes.applier.pack import Pack
 from fixes.authoring import docs
 
@@ -46,3 +47,9 @@ def test_the_readme_documents_every_exit_code() -> None:
     documented = {int(code) for code in re.findall(r"^\| (\d) \|", text, re.M)}
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
     assert documented == {0, *(c.exit_code for c in classes if issubclass(c, errors.PackError))}
+
+
+def test_the_version_is_said_once() -> None:
+    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert found is not None
+    assert found.group(1) == VERSION
