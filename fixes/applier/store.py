@@ -28,12 +28,13 @@ from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
 from fixes.applier.files import (
     TEMPORARY_SUFFIX,
     FileState,
+    place_file,
     read_file,
     remove_file,
     sha256,
+    stage_file,
     sync_folder,
     temporary_name,
-    write_file,
 )
 from fixes.applier.locate import Package
 from fixes.applier.profiles import check_path
@@ -246,12 +247,13 @@ class Store:
             self._write(ignore, b"*\n")
 
     def _write(self, path: Path, data: bytes) -> None:
-        state = FileState(sha256(data), 0o644, os.geteuid(), os.getegid(), time.time_ns())
-        write_file(path, state, data)
+        self._stage_own(path, data)
+        place_file(path)
 
-    def _write_document(self, name: str, document: Mapping[str, Any]) -> None:
-        self._write(self.folder / name, (json.dumps(document, indent=1) + "\n").encode())
-        sync_folder(self.folder)
+    @staticmethod
+    def _stage_own(path: Path, data: bytes) -> None:
+        state = FileState(sha256(data), 0o644, os.geteuid(), os.getegid(), time.time_ns())
+        stage_file(path, state, data)
 
     def keep(self, state: FileState | None, data: bytes | None) -> None:
         """Keep a file's content under its hash."""
@@ -278,15 +280,22 @@ class Store:
         }
         try:
             sync_folder(self.folder / "objects")
-            self._write_document("journal.json", journal)
+            self._write(self.folder / "journal.json", _json(journal))
+            sync_folder(self.folder)
+            # All that takes space comes before the first file is replaced: on a full disk there
+            # would be none to roll back with either.
             for change in changes:
-                self._carry_out(change.path, change.new, change.data)
+                self._stage(change.path, change.new, change.data)
+            if manifest is not None:
+                self._stage_own(self.folder / "manifest.json", _json(manifest.document()))
+            for change in changes:
+                self._place(change.path, change.new)
             self._sync(change.path for change in changes)
             if manifest is None:
                 remove_file(self.folder / "manifest.json")
-                sync_folder(self.folder)
             else:
-                self._write_document("manifest.json", manifest.document())
+                place_file(self.folder / "manifest.json")
+            sync_folder(self.folder)
         except BaseException as error:
             if self.recover() == "completed" and isinstance(error, Exception):
                 return
@@ -322,10 +331,10 @@ class Store:
             raise self._damaged("journal.json", error) from None
         manifest = self.manifest()
         committed = (manifest.transaction if manifest else None) == target
-        if not committed:
-            self._roll_back(changes)
         for change in changes:
             remove_file(temporary_name(self.locate(change.path)))
+        if not committed:
+            self._roll_back(changes)
         self._sync(change.path for change in changes)
         remove_file(self.folder / "journal.json")
         sync_folder(self.folder)
@@ -343,7 +352,8 @@ class Store:
                 strange.append(str(self.locate(change.path)))
                 continue
             data = self.object(change.old.sha256) if change.old else None
-            self._carry_out(change.path, change.old, data)
+            self._stage(change.path, change.old, data)
+            self._place(change.path, change.old)
         if strange:
             raise ImageMismatch(
                 "an interrupted run cannot be rolled back: somebody changed "
@@ -352,16 +362,22 @@ class Store:
                 + str(self.folder)
             )
 
-    def _carry_out(self, path: str, state: FileState | None, data: bytes | None) -> None:
-        full = self.locate(path)
+    def _stage(self, path: str, state: FileState | None, data: bytes | None) -> None:
         if state is None:
-            remove_file(full)
             return
+        full = self.locate(path)
         if full.parent.name == "__pycache__":
             full.parent.mkdir(exist_ok=True)
         assert data is not None
-        if not write_file(full, state, data):
+        if not stage_file(full, state, data):
             self.notes.append(f"{full}: its owner could not be kept (not permitted)")
+
+    def _place(self, path: str, state: FileState | None) -> None:
+        full = self.locate(path)
+        if state is None:
+            remove_file(full)
+        else:
+            place_file(full)
 
     def _sync(self, paths: Iterator[str]) -> None:
         for folder in {self.locate(path).parent for path in paths}:
@@ -377,6 +393,10 @@ class Store:
         for path in list((self.folder / "objects").iterdir()):
             if path.name not in wanted:
                 remove_file(path)
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def describe(error: OSError) -> str:
