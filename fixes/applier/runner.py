@@ -78,7 +78,7 @@ def apply(
         if pin.name in packages and release_differs(pin, packages[pin.name])
     ]
     notes += [package.note for package in packages.values() if package.note]
-    store = Store(packages, next(iter(packages.values())))
+    store = Store(packages)
 
     def compute() -> _Outcome:
         try:
@@ -167,7 +167,7 @@ def matching_profiles(pack: Pack, packages: Mapping[str, Package]) -> list[str]:
     """The profiles whose written fixes all fit the packages as the image shipped them."""
     if not packages:
         return []
-    store = Store(packages, next(iter(packages.values())))
+    store = Store(packages)
     return [name for name in pack.profile_names if _fits(pack, name, store)]
 
 
@@ -279,7 +279,9 @@ class _Pristine:
                 return entry.pristine, self.store.object(entry.pristine.sha256)
             if now == (entry.pristine and entry.pristine.sha256):
                 return on_disk  # somebody put the image's file back
-            if entry.pristine is None or on_disk is None or self._marker.search(on_disk[1]):
+            if on_disk is None:
+                return None  # gone with the package that had it: nothing to overwrite or restore
+            if entry.pristine is None or self._marker.search(on_disk[1]):
                 raise ImageMismatch(
                     f"{self.store.locate(path)}: changed after the pack rewrote it, so it is left"
                     f" alone; put back what the pack wrote ({_short(entry.applied)}), or reinstall"
@@ -295,6 +297,10 @@ class _Pristine:
 
 def _short(state: FileState | None) -> str:
     return f"sha256 {state.sha256[:12]}" if state else "no file"
+
+def _same(one: FileState | None, other: FileState | None) -> bool:
+    return (one and one.sha256) == (other and other.sha256)
+
 
 
 def _outcome(
@@ -381,8 +387,11 @@ def _changes(
         changes += _bytecode_changes(store, change, old_files, files, kept)
     changes += sources
     for path, entry in old_files.items():
-        if entry.applied is None and path not in files and _source_of(path) in files:
+        source = _source_of(path)
+        as_it_was = source in files and source not in changed
+        if entry.applied is None and path not in files and as_it_was:
             files[path] = entry
+    changed = {change.path for change in changes}
     manifest = Manifest(uuid.uuid4().hex, "", "", "", (), (), {}, {}, files)
     return _Outcome(manifest, before, changes, kept, texts, notes)
 
@@ -427,12 +436,15 @@ def _bytecode_changes(
         p.name for p in (store.locate(change.path).parent / "__pycache__").glob(pattern)
     )
     paths = {f"{folder}/__pycache__/{name}" for name in on_disk}
-    was_shipped = change.path not in old_files
-    paths |= {path for path in old_files if _source_of(path) == change.path}
+    source = old_files.get(change.path)
+    # A source that the pack did not write is the image's, a new one maybe, and so is its bytecode.
+    was_shipped = source is None or not _same(source.applied, change.old)
+    if not was_shipped:
+        paths |= {path for path in old_files if _source_of(path) == change.path}
     changes = []
     for path in sorted(paths):
         found = store.read(path)
-        old_entry = old_files.get(path)
+        old_entry = None if was_shipped else old_files.get(path)
         shipped = old_entry.pristine if old_entry else found[0] if found and was_shipped else None
         data = store.object(shipped.sha256) if old_entry and shipped else None
         if change.path in files:
@@ -490,7 +502,7 @@ def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Pac
     packages = find_packages(pins, site_packages)
     if not packages:
         require_packages([pins[0].name], packages, site_packages)
-    return Store(packages, next(iter(packages.values()))), packages
+    return Store(packages), packages
 
 
 def _hash_of(store: Store, path: str) -> str | None:

@@ -111,9 +111,11 @@ def _state(document: dict[str, Any] | None) -> FileState | None:
 class Store:
     """The state directory of an installation and the only way its packages are written."""
 
-    def __init__(self, packages: Mapping[str, Package], anchor: Package) -> None:
+    def __init__(self, packages: Mapping[str, Package]) -> None:
         self.packages = packages
-        self.folder = anchor.folder / STATE_FOLDER
+        # A package that was installed later does not move the state.
+        folders = [package.folder / STATE_FOLDER for package in packages.values()]
+        self.folder = next((f for f in folders if (f / "manifest.json").exists()), folders[0])
         self.notes: list[str] = []
 
     # Paths and reading --------------------------------------------------------------------------
@@ -134,6 +136,11 @@ class Store:
         return read_file(self.locate(path))
 
     def object(self, digest: str) -> bytes:
+        if name not in self.packages:
+            raise ImageMismatch(
+                f"the pack rewrote {path}, and {name} is not installed here any more; bring it back"
+                f" to go on, or reinstall the other packages and remove {self.folder}"
+            )
         """Kept content, checked by its hash."""
         found = read_file(self.folder / "objects" / digest)
         if found is None or found[0].sha256 != digest:

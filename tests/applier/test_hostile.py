@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,71 @@ def bytecode(world: World) -> Path:
     """The bytecode of the engine."""
     name = f"engine.{sys.implementation.cache_tag}.pyc"
     return world.site / "vllm" / "__pycache__" / name
+
+
+# Packages that come and go ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [*WAYS, ["--package", "vllm"]])
+def test_a_package_that_is_gone_is_named(world: World, words: list[str]) -> None:
+    world.run()
+    shutil.rmtree(world.site / "vllm_gaudi")
+    before = world.snapshot(times=True, state=True)
+    ran = go(world, words)
+    assert ran.code == 3, ran.err
+    assert "vllm_gaudi is not installed" in ran.err
+    assert world.snapshot(times=True, state=True) == before
+
+
+def test_a_package_that_comes_later_does_not_hide_the_state(world: World, tmp_path: Path) -> None:
+    pristine = world.snapshot(times=True)
+    os.rename(world.site / "vllm", tmp_path / "vllm")
+    assert world.run("--package", "vllm_gaudi").code == 0
+    os.rename(tmp_path / "vllm", world.site / "vllm")
+    assert world.run().code == 0
+    assert world.run("--revert", profile=None).code == 0
+    assert world.snapshot(times=True, state=True) == pristine
+
+
+def test_an_upgrade_may_take_a_rewritten_file_away(world: World) -> None:
+    world.run("delta")
+    (world.site / "vllm_gaudi" / "runner.py").unlink()
+    ran = world.run()
+    assert ran.code == 3
+    assert "vllm_gaudi/runner.py::collate: there is no such file" in ran.err
+    assert world.run("--package", "vllm").code == 0
+    assert world.run("--revert", profile=None).code == 0
+    assert not (world.site / "vllm_gaudi" / "_fix_delta.py").exists()
+    assert not (world.site / STATE).exists()
+
+
+def test_a_module_of_the_pack_that_was_removed_comes_again(world: World) -> None:
+    world.run("delta")
+    after = world.snapshot()
+    (world.site / "vllm_gaudi" / "_fix_delta.py").unlink()
+    assert world.run("delta").code == 0
+    assert world.snapshot() == after
+
+
+def test_an_upgrade_brings_its_own_bytecode(world: World) -> None:
+    world.run()
+    other = world.site.with_name("other") / "vllm"
+    shutil.copy2(other / "engine.py", world.site / "vllm")
+    bytecode(world).write_bytes(b"of the upgrade")
+    upgraded = world.snapshot(times=True)["vllm/__pycache__/" + bytecode(world).name]
+    assert world.run(profile="v2.0.0").code == 0
+    assert not bytecode(world).exists()
+    assert world.run("--revert", profile=None).code == 0
+    assert world.snapshot(times=True)["vllm/__pycache__/" + bytecode(world).name] == upgraded
+
+
+def test_an_upgrade_without_bytecode_does_not_get_the_old_one(world: World) -> None:
+    world.run()
+    other = world.site.with_name("other") / "vllm"
+    shutil.copy2(other / "engine.py", world.site / "vllm")
+    assert world.run(profile="v2.0.0").code == 0
+    assert world.run("--revert", profile=None).code == 0
+    assert not bytecode(world).exists()
 
 
 # Metadata that is none ----------------------------------------------------------------------------
