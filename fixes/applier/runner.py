@@ -491,7 +491,8 @@ def _check_writable(store: Store, changes: Sequence[Change]) -> None:
     """What a dry run can tell about writing: folders that this user may not write to."""
     if not changes:
         return
-    folders = {store.folder.parent, *(store.locate(change.path).parent for change in changes)}
+    own = {store.folder.parent, store.folder, store.folder / "objects"}
+    folders = {*own, *(store.locate(change.path).parent for change in changes)}
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
         raise CannotWrite("no permission to write in " + ", ".join(refused))

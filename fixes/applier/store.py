@@ -79,10 +79,13 @@ class Manifest:
         for path, entry in document.pop("files").items():
             check_path(path)
             files[path] = FileEntry(
-                _state(entry["pristine"]), _state(entry["applied"]), tuple(entry["fixes"])
+                _state(entry["pristine"]), _state(entry["applied"]), _texts(entry["fixes"])
             )
         for key in ("fixes", "unwritten"):
-            document[key] = tuple(document[key])
+            document[key] = _texts(document[key])
+        _texts([document[key] for key in ("transaction", "pack", "digest", "profile")])
+        for package in document["packages"].values():
+            _texts([package[key] for key in ("folder", "version", "commit")])
         return cls(**document, files=files)
 
 
@@ -96,13 +99,22 @@ class Change:
     data: bytes | None = None
 
 
+def _texts(found: object) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError("no texts")
+    return tuple(found)
+
+
 def _state(document: dict[str, Any] | None) -> FileState | None:
     if document is None:
         return None
     state = FileState(**document)
     numbers = (state.mode, state.uid, state.gid, state.mtime_ns)
-    if not all(isinstance(number, int) for number in numbers) or state.mode & ~0o7777:
+    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
         raise ValueError("no file state")
+    if state.mode & ~0o7777 or max(state.uid, state.gid) >= 2**32 - 1:
+        raise ValueError("no file state")
+    _texts([state.sha256, state.link])
     if len(state.sha256) != 64 or not all(c in "0123456789abcdef" for c in state.sha256):
         raise ValueError("no hash")
     return state
@@ -165,6 +177,9 @@ class Store:
 
         One that died before its journal has left a folder without a manifest or temporary files.
         """
+        for folder in (self.folder, self.folder / "objects"):
+            if folder.is_symlink():
+                raise ImageMismatch(f"{folder}: is a link, and the pack makes none; remove it")
         manifest = self.manifest()
         names = [path.name for path in self._state_files()]
         unsettled = "journal.json" in names or (manifest is None and self.folder.exists())
@@ -216,7 +231,7 @@ class Store:
         path = self.folder / "lock"
         while True:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self.folder, 0o755)
+                _make_folder(self.folder)
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
@@ -248,7 +263,7 @@ class Store:
 
     def _furnish(self) -> None:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(self.folder / "objects", 0o755)
+            _make_folder(self.folder / "objects")
         ignore = self.folder / ".gitignore"
         if not ignore.exists():  # an editable install is somebody's checkout
             self._write(ignore, b"*\n")
@@ -410,3 +425,9 @@ def describe(error: OSError) -> str:
     """An operating-system error with its file."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
+def _make_folder(path: Path) -> None:
+    """Make a folder that everyone can read, whatever the umask: other users start vllm too."""
+    os.mkdir(path)
+    os.chmod(path, 0o755)
+
+

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,104 @@ def test_an_upgrade_without_bytecode_does_not_get_the_old_one(world: World) -> N
     assert world.run(profile="v2.0.0").code == 0
     assert world.run("--revert", profile=None).code == 0
     assert not bytecode(world).exists()
+
+
+# A state folder that is not as the pack left it ---------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "objects"])
+@pytest.mark.parametrize("words", WAYS)
+def test_a_link_in_the_state_folder_s_place_is_not_followed(
+    world: World, tmp_path: Path, words: list[str], name: str
+) -> None:
+    world.run()
+    elsewhere = tmp_path / "elsewhere"
+    os.rename(world.site / STATE / name, elsewhere)
+    (world.site / STATE / name).symlink_to(elsewhere)
+    (elsewhere / "somebody's").write_text("file")
+    ran = go(world, words)
+    assert ran.code == 3
+    assert "is a link" in ran.err
+    assert (elsewhere / "somebody's").exists()
+
+
+def test_a_pipe_in_the_manifest_s_place_is_not_waited_for(world: World) -> None:
+    world.run()
+    (world.site / STATE / "manifest.json").unlink()
+    os.mkfifo(world.site / STATE / "manifest.json")
+    ran = world.run()
+    assert ran.code == 3
+    assert "not a regular file" in ran.err
+
+
+def _set(*keys: str, to: object) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        for key in keys[:-1]:
+            document = document[key]
+        document[keys[-1]] = to
+
+    return change
+
+
+ENGINE_FILE = ("files", "vllm/engine.py")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _set("schema", to=0),
+        _set("fixes", to=[1]),
+        _set("fixes", to="alpha"),
+        _set("transaction", to={}),
+        _set("profile", to=["v1.0.0"]),
+        _set("packages", to=[]),
+        _set("packages", "vllm", to={}),
+        _set("packages", "vllm", "commit", to=3),
+        _set(*ENGINE_FILE, "fixes", to={"a": 1}),
+        _set(*ENGINE_FILE, "pristine", "sha256", to=["a"] * 64),
+        _set(*ENGINE_FILE, "pristine", "link", to=1),
+        _set(*ENGINE_FILE, "pristine", "mtime_ns", to=10**30),
+        _set(*ENGINE_FILE, "pristine", "uid", to=2**32),
+        _set("files", "vllm/../../x.py", to={}),
+    ],
+)
+@pytest.mark.parametrize("words", [["--status"], ["--revert"], ["--without", "alpha"], []])
+def test_a_manifest_of_another_hand_is_refused(
+    world: World, damage: Callable[[Any], None], words: list[str]
+) -> None:
+    world.run()
+    manifest = world.site / STATE / "manifest.json"
+    document = json.loads(manifest.read_text())
+    damage(document)
+    manifest.write_text(json.dumps(document))
+    before = world.snapshot(times=True)
+    ran = go(world, words)
+    assert ran.code == 3 or (words == [] and ran.code == 0), ran.err
+    assert "Traceback" not in ran.err
+    assert world.snapshot(times=True) == before
+
+
+def test_the_umask_does_not_hide_the_state_from_other_users(world: World) -> None:
+    umask = os.umask(0o077)
+    try:
+        assert world.run().code == 0
+    finally:
+        os.umask(umask)
+    for path in [world.site / STATE, world.site / STATE / "objects"]:
+        assert path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_dry_run_sees_a_state_folder_that_cannot_be_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run()
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: ".gaudi-fix-pack" not in str(path) and access(path, mode)
+    )
+    ran = world.run("--without", "alpha", "--dry-run")
+    assert ran.code == 4
+    assert str(world.site / STATE) in ran.err
 
 
 # Metadata that is none ----------------------------------------------------------------------------
