@@ -142,17 +142,20 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
     """What is applied, after settling a run that died. Raises when a file is not as it was left."""
     store, packages = _store(pack, site_packages)
     recovered = ""
-    if store.position()[1]:
-        with _writing(store, lock_timeout):
-            recovered = store.recover()
-    manifest = store.manifest()
-    if manifest is not None:
+    while True:
+        seen = store.position()
+        if seen[1]:
+            with _writing(store, lock_timeout):
+                recovered = store.recover() or recovered
+        manifest = store.manifest()
         changed = [
             str(store.locate(path))
-            for path, entry in manifest.files.items()
+            for path, entry in (manifest.files if manifest else {}).items()
             if entry.applied is not None and _hash_of(store, path) != entry.applied.sha256
         ]
-        if changed:
+        if not changed:
+            break
+        if store.position() == (manifest and manifest.transaction, False):
             raise ImageMismatch(
                 "changed since the pack wrote them: "
                 + ", ".join(changed)
@@ -217,10 +220,10 @@ class _Outcome:
         for state in states:
             if state is not None and state.sha256 in self.kept_data:
                 store.keep(state, self.kept_data[state.sha256])
-        store.commit(self.changes, self.manifest)
-        for change in self.changes:
+        for change in self.changes:  # before, so that what cannot be removed has changed nothing
             for path in _cached_elsewhere(store.locate(change.path)):
                 remove_file(path)
+        store.commit(self.changes, self.manifest)
 
     def result(
         self,
@@ -295,12 +298,12 @@ class _Pristine:
         return on_disk
 
 
-def _short(state: FileState | None) -> str:
-    return f"sha256 {state.sha256[:12]}" if state else "no file"
-
 def _same(one: FileState | None, other: FileState | None) -> bool:
     return (one and one.sha256) == (other and other.sha256)
 
+
+def _short(state: FileState | None) -> str:
+    return f"sha256 {state.sha256[:12]}" if state else "no file"
 
 
 def _outcome(
@@ -386,12 +389,12 @@ def _changes(
     for change in sources:
         changes += _bytecode_changes(store, change, old_files, files, kept)
     changes += sources
+    changed = {change.path for change in changes}
     for path, entry in old_files.items():
         source = _source_of(path)
         as_it_was = source in files and source not in changed
         if entry.applied is None and path not in files and as_it_was:
             files[path] = entry
-    changed = {change.path for change in changes}
     manifest = Manifest(uuid.uuid4().hex, "", "", "", (), (), {}, {}, files)
     return _Outcome(manifest, before, changes, kept, texts, notes)
 

@@ -136,6 +136,11 @@ class Store:
         """The place of a manifest or lock path. Raises when it is reached through a symlink."""
         check_path(path)
         name, *parts = path.split("/")
+        if name not in self.packages:
+            raise ImageMismatch(
+                f"the pack rewrote {path}, and {name} is not installed here any more; bring it back"
+                f" to go on, or reinstall the other packages and remove {self.folder}"
+            )
         full = self.packages[name].folder.joinpath(*parts)
         if os.path.realpath(full.parent) != str(full.parent):
             raise ImageMismatch(
@@ -148,11 +153,6 @@ class Store:
         return read_file(self.locate(path))
 
     def object(self, digest: str) -> bytes:
-        if name not in self.packages:
-            raise ImageMismatch(
-                f"the pack rewrote {path}, and {name} is not installed here any more; bring it back"
-                f" to go on, or reinstall the other packages and remove {self.folder}"
-            )
         """Kept content, checked by its hash."""
         found = read_file(self.folder / "objects" / digest)
         if found is None or found[0].sha256 != digest:
@@ -223,7 +223,7 @@ class Store:
                 if not any(
                     (self.folder / name).exists() for name in ("manifest.json", "journal.json")
                 ):
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    self._remove_folder()
             finally:
                 os.close(descriptor)
 
@@ -261,6 +261,16 @@ class Store:
                 raise
             os.close(descriptor)
 
+    def _remove_folder(self) -> None:
+        """Remove the state folder, the lock last: without it the folder is somebody else's."""
+        shutil.rmtree(self.folder / "objects", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    remove_file(path)
+            remove_file(self.folder / "lock")
+            os.rmdir(self.folder)
+
     def _furnish(self) -> None:
         with contextlib.suppress(FileExistsError):
             _make_folder(self.folder / "objects")
@@ -292,6 +302,14 @@ class Store:
         :class:`CannotWrite` after a roll-back.
         """
         before = self.manifest()
+        for change in changes:
+            found = self.read(change.path)
+            now = found[0].sha256 if found else None
+            if now != (change.old and change.old.sha256) and not change.path.endswith(".pyc"):
+                raise ImageMismatch(
+                    f"{self.locate(change.path)}: was changed while the run was being prepared;"
+                    " nothing is written; run it again"
+                )
         journal = {
             "from": before.transaction if before else None,
             "to": manifest.transaction if manifest else None,
@@ -304,6 +322,7 @@ class Store:
             sync_folder(self.folder / "objects")
             self._write(self.folder / "journal.json", _json(journal))
             sync_folder(self.folder)
+            sync_folder(self.folder.parent)
             # All that takes space comes before the first file is replaced: on a full disk there
             # would be none to roll back with either.
             for change in changes:
@@ -365,17 +384,17 @@ class Store:
 
     def _roll_back(self, changes: Sequence[Change]) -> None:
         strange = []
+        wanted = []
         for change in changes:
             found = self.read(change.path)
             now = found[0].sha256 if found else None
             if now == (change.old and change.old.sha256):
                 continue
-            if now != (change.new and change.new.sha256):
+            # Bytecode that is neither was compiled by whoever imported the half-written package.
+            if now != (change.new and change.new.sha256) and not change.path.endswith(".pyc"):
                 strange.append(str(self.locate(change.path)))
-                continue
             data = self.object(change.old.sha256) if change.old else None
-            self._stage(change.path, change.old, data)
-            self._place(change.path, change.old)
+            wanted.append((change, data))
         if strange:
             raise ImageMismatch(
                 "an interrupted run cannot be rolled back: somebody changed "
@@ -383,6 +402,9 @@ class Store:
                 + "; reinstall the package and remove "
                 + str(self.folder)
             )
+        for change, data in wanted:
+            self._stage(change.path, change.old, data)
+            self._place(change.path, change.old)
 
     def _stage(self, path: str, state: FileState | None, data: bytes | None) -> None:
         if state is None:
@@ -417,6 +439,12 @@ class Store:
                 remove_file(path)
 
 
+def _make_folder(path: Path) -> None:
+    """Make a folder that everyone can read, whatever the umask: other users start vllm too."""
+    os.mkdir(path)
+    os.chmod(path, 0o755)
+
+
 def _json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1) + "\n").encode()
 
@@ -425,9 +453,3 @@ def describe(error: OSError) -> str:
     """An operating-system error with its file."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
-def _make_folder(path: Path) -> None:
-    """Make a folder that everyone can read, whatever the umask: other users start vllm too."""
-    os.mkdir(path)
-    os.chmod(path, 0o755)
-
-

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from fixes.applier.store import Store
+from tests.applier.faults import die, in_child
 from tests.applier.world import World
 
 STATE = Path("vllm") / ".gaudi-fix-pack"
@@ -196,6 +198,120 @@ def test_a_dry_run_sees_a_state_folder_that_cannot_be_written(
     ran = world.run("--without", "alpha", "--dry-run")
     assert ran.code == 4
     assert str(world.site / STATE) in ran.err
+
+
+# Moments ------------------------------------------------------------------------------------------
+
+
+def test_bytecode_compiled_after_a_kill_is_no_obstacle(world: World) -> None:
+    before = world.snapshot(times=True)
+    replace = os.replace
+
+    def killed() -> None:
+        def stop(old: Any, new: Any) -> None:
+            replace(old, new)
+            if str(new).endswith("engine.py"):
+                die()
+
+        os.replace = stop  # type: ignore[assignment]
+        world.run()
+
+    assert in_child(killed) == -9
+    bytecode(world).write_bytes(b"compiled by a server that was started")
+    assert world.run("--status", profile=None).code == 0
+    assert world.snapshot(times=True) == before
+
+
+def test_nothing_is_rolled_back_over_somebody_s_edit(world: World) -> None:
+    replace = os.replace
+
+    def killed() -> None:
+        def stop(old: Any, new: Any) -> None:
+            replace(old, new)
+            if str(new).endswith("runner.py"):
+                die()
+
+        os.replace = stop  # type: ignore[assignment]
+        world.run()
+
+    assert in_child(killed) == -9
+    runner = world.site / "vllm_gaudi" / "runner.py"
+    runner.write_text("# by hand\n")
+    before = world.snapshot(times=True)
+    for words in WAYS:
+        ran = go(world, words)
+        assert ran.code == 3
+        assert f"somebody changed {runner}" in ran.err
+    assert world.snapshot(times=True) == before
+
+
+def test_an_edit_made_while_the_run_waited_is_not_overwritten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = world.site / "vllm" / "engine.py"
+    take_lock = Store._take_lock
+
+    def edited_meanwhile(store: Store, deadline: float) -> int:
+        descriptor = take_lock(store, deadline)
+        engine.write_text(engine.read_text() + "# by hand\n")
+        return descriptor
+
+    world.run()
+    monkeypatch.setattr(Store, "_take_lock", edited_meanwhile)
+    ran = world.run("--without", "alpha")
+    assert ran.code == 3
+    assert f"{engine}: was changed while the run was being prepared" in ran.err
+    assert engine.read_text().endswith("# by hand\n")
+
+
+def test_a_status_in_the_middle_of_a_run_waits_for_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run()
+    manifest = Store.manifest
+    calls = 0
+
+    def and_then_another_run(store: Store) -> Any:
+        nonlocal calls
+        found = manifest(store)
+        calls += 1
+        if calls == 2:  # after it has looked for a run under way
+            assert in_child(lambda: os._exit(world.run("delta", "--without", "alpha").code)) == 0
+        return found
+
+    monkeypatch.setattr(Store, "manifest", and_then_another_run)
+    ran = world.run("--status", profile=None)
+    assert ran.code == 0, ran.err
+    assert "delta" in ran.out
+
+
+def test_the_lock_is_the_last_to_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes a new lock owns the folder, so nothing may be removed from it after that."""
+    world.run()
+    state = world.site / STATE
+    unlink = os.unlink
+
+    def look(path: Any, **more: Any) -> None:
+        if os.path.basename(path) == "lock":
+            assert os.listdir(state) == ["lock"]
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", look)
+    assert world.run("--revert", profile=None).code == 0
+    assert not state.exists()
+
+
+def test_bytecode_elsewhere_that_cannot_be_removed_has_changed_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    cached = tmp_path / str(world.site / "vllm").lstrip("/") / "engine.cpython-399.pyc"
+    cached.mkdir(parents=True)  # what unlink refuses
+    before = world.snapshot(times=True, state=True)
+    ran = world.run()
+    assert ran.code == 4
+    assert str(cached) in ran.err
+    assert world.snapshot(times=True, state=True) == before
 
 
 # Metadata that is none ----------------------------------------------------------------------------
