@@ -49,8 +49,7 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
     if not folders:
         return None
     state = os.path.join(folders[next(iter(folders))], STATE_FOLDER)
-    with open(os.path.join(state, "manifest.json"), "rb") as manifest_file:
-        manifest = json.loads(manifest_file.read())
+    manifest = json.loads(_read(os.path.join(state, "manifest.json")))
     if (
         manifest["request"] != request
         or {name: entry["folder"] for name, entry in manifest["packages"].items()} != folders
@@ -61,9 +60,8 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
     for path, entry in manifest["files"].items():
         applied = entry["applied"]
         if applied is not None:
-            with open(_inside(folders, path), "rb") as target:
-                if hashlib.sha256(target.read()).hexdigest() != applied["sha256"]:
-                    return None
+            if hashlib.sha256(_read(_inside(folders, path))).hexdigest() != applied["sha256"]:
+                return None
             both = {"before": applied["sha256"], "after": applied["sha256"]}
             files.append({"path": path, "state": "unchanged", "fixes": entry["fixes"], **both})
     # Last: a run that began while the files were read has left traces by now.
@@ -79,7 +77,10 @@ def _nothing_to_do(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
         command="apply",
         profile=profile,
         pack={"version": manifest["pack"], "digest": manifest["digest"]},
-        packages=[{"name": name, **entry} for name, entry in manifest["packages"].items()],
+        packages=[
+            {"name": name, **{key: str(entry[key]) for key in ("folder", "version", "commit")}}
+            for name, entry in manifest["packages"].items()
+        ],
         fixes=dict.fromkeys(manifest["fixes"], "unchanged"),
         unwritten=manifest["unwritten"],
         files=sorted(files, key=lambda file: str(file["path"])),
@@ -96,6 +97,13 @@ def _folder(name: str, request: dict[str, Any]) -> str | None:
         origin = (spec and spec.origin) or ""
         found = origin.endswith("__init__.py")
     return os.path.realpath(os.path.dirname(origin)) if found else None
+
+
+def _read(path: str) -> bytes:
+    if not os.path.isfile(path):
+        raise ValueError(path)  # opening a pipe would wait for ever
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _inside(folders: dict[str, str], path: str) -> str:

@@ -73,18 +73,18 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
 
 
-def write_file(path: Path, state: FileState, data: bytes) -> bool:
-    """Put a file in place: content, mode, owner, time and, from the file it replaces, attributes.
+def stage_file(path: Path, state: FileState, data: bytes) -> bool:
+    """Write a file beside its place: content, mode, owner, time and, from the file it replaces,
+    attributes, all of it synced.
 
-    It is on disk before it is renamed. Returns whether the owner could be kept: an unprivileged
-    user of a group-writable image cannot give files away.
+    Returns whether the owner could be kept: an unprivileged user of a group-writable image cannot
+    give files away.
     """
     temporary = temporary_name(path)
     remove_file(temporary)
     try:
         if state.link:
             os.symlink(state.link, temporary)
-            os.replace(temporary, path)
             return True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600)
@@ -99,12 +99,22 @@ def write_file(path: Path, state: FileState, data: bytes) -> bool:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             remove_file(temporary)
         raise
     return owner_kept
+
+
+def place_file(path: Path) -> None:
+    """Rename what was staged into place, or take it away."""
+    temporary = temporary_name(path)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_file(temporary)
+        raise
 
 
 def _give_to(descriptor: int, uid: int, gid: int) -> bool:

@@ -6,6 +6,7 @@ Importing vllm takes seconds, touches the device and would leave stock modules i
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -65,7 +66,7 @@ def _path_of(site_packages: Path) -> Iterator[Path]:
     """A site-packages folder and what its .pth files add (lines with code are not run)."""
     yield site_packages
     for pth in sorted(site_packages.glob("*.pth")):
-        for line in pth.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in _read(pth).splitlines():
             if line.strip() and not line.startswith(("#", "import ", "import\t")):
                 folder = site_packages / line.strip()
                 if folder.is_dir():
@@ -90,9 +91,10 @@ def _editable_mapping(site_packages: Path) -> dict[str, Path]:
     """The package folders named by setuptools' editable finders, read and not run."""
     mapping: dict[str, Path] = {}
     for finder in site_packages.glob("__editable___*_finder.py"):
-        match = re.search(r"^MAPPING\b[^=]*=\s*(\{.*\})\s*$", finder.read_text("utf-8"), re.M)
-        if match:
-            mapping.update({k: Path(v) for k, v in ast.literal_eval(match.group(1)).items()})
+        match = re.search(r"^MAPPING\b[^=]*=\s*(\{.*\})\s*$", _read(finder), re.M)
+        with contextlib.suppress(ValueError, SyntaxError, TypeError):  # damaged: it finds nothing
+            found = ast.literal_eval(match.group(1)) if match else {}
+            mapping.update({name: Path(folder) for name, folder in found.items()})
     return mapping
 
 
@@ -109,7 +111,7 @@ def _describe(pin: PackagePin, imported: Path, path: list[str] | None) -> Packag
     commits = [
         _commit_in_version_file(folder / "_version.py"),
         _commit_in_version(version),
-        _commit_in_direct_url(found[0].read_text("direct_url.json") if found else None),
+        _commit_in_direct_url(found[0] if found else None),
         _commit_of_checkout(folder.parent),
     ]
     note = ""
@@ -130,14 +132,14 @@ def _version_of(distribution: importlib.metadata.Distribution) -> str:
     """Its version; nothing where an interrupted uninstall left a folder without metadata."""
     try:
         return distribution.metadata["Version"] or ""
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         return ""
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 
@@ -156,10 +158,11 @@ def _commit_in_version(version: str) -> str:
     return match.group(1) if match else ""
 
 
-def _commit_in_direct_url(text: str | None) -> str:
+def _commit_in_direct_url(distribution: importlib.metadata.Distribution | None) -> str:
     try:
+        text = distribution.read_text("direct_url.json") if distribution else None
         found = json.loads(text or "{}").get("vcs_info", {}).get("commit_id", "")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""
 

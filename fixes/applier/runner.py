@@ -78,7 +78,7 @@ def apply(
         if pin.name in packages and release_differs(pin, packages[pin.name])
     ]
     notes += [package.note for package in packages.values() if package.note]
-    store = Store(packages, next(iter(packages.values())))
+    store = Store(packages)
 
     def compute() -> _Outcome:
         try:
@@ -142,23 +142,26 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
     """What is applied, after settling a run that died. Raises when a file is not as it was left."""
     store, packages = _store(pack, site_packages)
     recovered = ""
-    if store.position()[1]:
-        with _writing(store, lock_timeout):
-            recovered = store.recover()
-    manifest = store.manifest()
-    if manifest is not None:
-        gone = {path.split("/")[0] for path in manifest.files} - set(packages)
-        if gone:
+    while True:
+        seen = store.position()
+        if seen[1]:
+            with _writing(store, lock_timeout):
+                recovered = store.recover() or recovered
+        manifest = store.manifest()
+        removed = store.removed_packages(manifest)
+        if removed:
             raise ImageMismatch(
-                f"{' and '.join(sorted(gone))}: not installed any more, though the pack had"
+                f"{' and '.join(removed)}: not installed any more, though the pack had"
                 " rewritten files of it; run the pack again, or --revert"
             )
         changed = [
             str(store.locate(path))
-            for path, entry in manifest.files.items()
+            for path, entry in (manifest.files if manifest else {}).items()
             if entry.applied is not None and _hash_of(store, path) != entry.applied.sha256
         ]
-        if changed:
+        if not changed:
+            break
+        if store.position() == (manifest and manifest.transaction, False):
             raise ImageMismatch(
                 "changed since the pack wrote them: "
                 + ", ".join(changed)
@@ -173,7 +176,7 @@ def matching_profiles(pack: Pack, packages: Mapping[str, Package]) -> list[str]:
     """The profiles whose written fixes all fit the packages as the image shipped them."""
     if not packages:
         return []
-    store = Store(packages, next(iter(packages.values())))
+    store = Store(packages)
     return [name for name in pack.profile_names if _fits(pack, name, store)]
 
 
@@ -223,10 +226,10 @@ class _Outcome:
         for state in states:
             if state is not None and state.sha256 in self.kept_data:
                 store.keep(state, self.kept_data[state.sha256])
-        store.commit(self.changes, self.manifest)
-        for change in self.changes:
+        for change in self.changes:  # before, so that what cannot be removed has changed nothing
             for path in _cached_elsewhere(store.locate(change.path)):
                 remove_file(path)
+        store.commit(self.changes, self.manifest)
 
     def result(
         self,
@@ -285,7 +288,9 @@ class _Pristine:
                 return entry.pristine, self.store.object(entry.pristine.sha256)
             if now == (entry.pristine and entry.pristine.sha256):
                 return on_disk  # somebody put the image's file back
-            if entry.pristine is None or on_disk is None or self._marker.search(on_disk[1]):
+            if on_disk is None:
+                return None  # gone with the package that had it: nothing to overwrite or restore
+            if entry.pristine is None or self._marker.search(on_disk[1]):
                 raise ImageMismatch(
                     f"{self.store.locate(path)}: changed after the pack rewrote it, so it is left"
                     f" alone; put back what the pack wrote ({_short(entry.applied)}), or reinstall"
@@ -297,6 +302,10 @@ class _Pristine:
                 f" {self.store.folder} does not know of it; reinstall the package"
             )
         return on_disk
+
+
+def _same(one: FileState | None, other: FileState | None) -> bool:
+    return (one and one.sha256) == (other and other.sha256)
 
 
 def _short(state: FileState | None) -> str:
@@ -350,16 +359,17 @@ def _changes(
     store: Store, before: Manifest | None, planned: Sequence[PlannedFile], pristine: _Pristine
 ) -> _Outcome:
     """What has to be written so that the planned files, and no others, differ from the image's."""
-    old_files = dict(before.files) if before else {}
-    gone = {path for path in old_files if path.split("/")[0] not in store.packages}
-    for path in gone:
-        del old_files[path]
+    removed = store.removed_packages(before)
+    old_files = {
+        path: entry
+        for path, entry in (before.files if before else {}).items()
+        if path.split("/")[0] not in removed
+    }
     files: dict[str, FileEntry] = {}
     sources: list[Change] = []
     kept: dict[str, bytes] = {}
     notes = [
-        f"{name} is not installed any more: what was applied to it is forgotten"
-        for name in sorted({path.split("/")[0] for path in gone})
+        f"{name} is not installed any more: what was applied to it is forgotten" for name in removed
     ]
     texts: dict[str, tuple[bytes, bytes]] = {}
     for file in planned:
@@ -392,8 +402,11 @@ def _changes(
     for change in sources:
         changes += _bytecode_changes(store, change, old_files, files, kept)
     changes += sources
+    changed = {change.path for change in changes}
     for path, entry in old_files.items():
-        if entry.applied is None and path not in files and _source_of(path) in files:
+        source = _source_of(path)
+        as_it_was = source in files and source not in changed
+        if entry.applied is None and path not in files and as_it_was:
             files[path] = entry
     manifest = Manifest(uuid.uuid4().hex, "", "", "", (), (), {}, {}, files)
     return _Outcome(manifest, before, changes, kept, texts, notes)
@@ -439,12 +452,15 @@ def _bytecode_changes(
         p.name for p in (store.locate(change.path).parent / "__pycache__").glob(pattern)
     )
     paths = {f"{folder}/__pycache__/{name}" for name in on_disk}
-    was_shipped = change.path not in old_files
-    paths |= {path for path in old_files if _source_of(path) == change.path}
+    source = old_files.get(change.path)
+    # A source that the pack did not write is the image's, a new one maybe, and so is its bytecode.
+    was_shipped = source is None or not _same(source.applied, change.old)
+    if not was_shipped:
+        paths |= {path for path in old_files if _source_of(path) == change.path}
     changes = []
     for path in sorted(paths):
         found = store.read(path)
-        old_entry = old_files.get(path)
+        old_entry = None if was_shipped else old_files.get(path)
         shipped = old_entry.pristine if old_entry else found[0] if found and was_shipped else None
         data = store.object(shipped.sha256) if old_entry and shipped else None
         if change.path in files:
@@ -491,7 +507,8 @@ def _check_writable(store: Store, changes: Sequence[Change]) -> None:
     """What a dry run can tell about writing: folders that this user may not write to."""
     if not changes:
         return
-    folders = {store.folder.parent, *(store.locate(change.path).parent for change in changes)}
+    own = {store.folder.parent, store.folder, store.folder / "objects"}
+    folders = {*own, *(store.locate(change.path).parent for change in changes)}
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
         raise CannotWrite("no permission to write in " + ", ".join(refused))
@@ -502,7 +519,7 @@ def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Pac
     packages = find_packages(pins, site_packages)
     if not packages:
         require_packages([pins[0].name], packages, site_packages)
-    return Store(packages, next(iter(packages.values()))), packages
+    return Store(packages), packages
 
 
 def _hash_of(store: Store, path: str) -> str | None:

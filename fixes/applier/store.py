@@ -28,12 +28,13 @@ from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
 from fixes.applier.files import (
     TEMPORARY_SUFFIX,
     FileState,
+    place_file,
     read_file,
     remove_file,
     sha256,
+    stage_file,
     sync_folder,
     temporary_name,
-    write_file,
 )
 from fixes.applier.locate import Package
 from fixes.applier.profiles import check_path
@@ -78,10 +79,13 @@ class Manifest:
         for path, entry in document.pop("files").items():
             check_path(path)
             files[path] = FileEntry(
-                _state(entry["pristine"]), _state(entry["applied"]), tuple(entry["fixes"])
+                _state(entry["pristine"]), _state(entry["applied"]), _texts(entry["fixes"])
             )
         for key in ("fixes", "unwritten"):
-            document[key] = tuple(document[key])
+            document[key] = _texts(document[key])
+        _texts([document[key] for key in ("transaction", "pack", "digest", "profile")])
+        for package in document["packages"].values():
+            _texts([package[key] for key in ("folder", "version", "commit")])
         return cls(**document, files=files)
 
 
@@ -95,13 +99,22 @@ class Change:
     data: bytes | None = None
 
 
+def _texts(found: object) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError("no texts")
+    return tuple(found)
+
+
 def _state(document: dict[str, Any] | None) -> FileState | None:
     if document is None:
         return None
     state = FileState(**document)
     numbers = (state.mode, state.uid, state.gid, state.mtime_ns)
-    if not all(isinstance(number, int) for number in numbers) or state.mode & ~0o7777:
+    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
         raise ValueError("no file state")
+    if state.mode & ~0o7777 or max(state.uid, state.gid) >= 2**32 - 1:
+        raise ValueError("no file state")
+    _texts([state.sha256, state.link])
     if len(state.sha256) != 64 or not all(c in "0123456789abcdef" for c in state.sha256):
         raise ValueError("no hash")
     return state
@@ -110,9 +123,11 @@ def _state(document: dict[str, Any] | None) -> FileState | None:
 class Store:
     """The state directory of an installation and the only way its packages are written."""
 
-    def __init__(self, packages: Mapping[str, Package], anchor: Package) -> None:
+    def __init__(self, packages: Mapping[str, Package]) -> None:
         self.packages = packages
-        self.folder = anchor.folder / STATE_FOLDER
+        # A package that was installed later does not move the state.
+        folders = [package.folder / STATE_FOLDER for package in packages.values()]
+        self.folder = next((f for f in folders if (f / "manifest.json").exists()), folders[0])
         self.notes: list[str] = []
 
     # Paths and reading --------------------------------------------------------------------------
@@ -121,6 +136,11 @@ class Store:
         """The place of a manifest or lock path. Raises when it is reached through a symlink."""
         check_path(path)
         name, *parts = path.split("/")
+        if name not in self.packages:
+            raise ImageMismatch(
+                f"the pack rewrote {path}, and {name} is not installed here any more; bring it back"
+                f" to go on, or reinstall the other packages and remove {self.folder}"
+            )
         full = self.packages[name].folder.joinpath(*parts)
         if os.path.realpath(full.parent) != str(full.parent):
             raise ImageMismatch(
@@ -152,11 +172,31 @@ class Store:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._damaged("manifest.json", error) from None
 
+    def removed_packages(self, manifest: Manifest | None) -> list[str]:
+        """Packages of the manifest that are not on disk any more.
+
+        Raises :class:`ImageMismatch` for one that is only out of this environment's sight: what was
+        applied to it must not be forgotten.
+        """
+        files = manifest.files if manifest else {}
+        names = sorted({path.split("/")[0] for path in files} - set(self.packages))
+        for name in names:
+            folder = manifest.packages.get(name, {}).get("folder", "") if manifest else ""
+            if os.path.isdir(folder):
+                raise ImageMismatch(
+                    f"the pack rewrote {name} in {folder}, but {name} is not installed in this"
+                    " environment; run the pack with the one that imports it from there"
+                )
+        return names
+
     def position(self) -> tuple[str | None, bool]:
         """The last committed transaction, and whether a run is under way or has died.
 
         One that died before its journal has left a folder without a manifest or temporary files.
         """
+        for folder in (self.folder, self.folder / "objects"):
+            if folder.is_symlink():
+                raise ImageMismatch(f"{folder}: is a link, and the pack makes none; remove it")
         manifest = self.manifest()
         names = [path.name for path in self._state_files()]
         unsettled = "journal.json" in names or (manifest is None and self.folder.exists())
@@ -200,7 +240,7 @@ class Store:
                 if not any(
                     (self.folder / name).exists() for name in ("manifest.json", "journal.json")
                 ):
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    self._remove_folder()
             finally:
                 os.close(descriptor)
 
@@ -208,7 +248,7 @@ class Store:
         path = self.folder / "lock"
         while True:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self.folder, 0o755)
+                _make_folder(self.folder)
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
@@ -238,20 +278,31 @@ class Store:
                 raise
             os.close(descriptor)
 
+    def _remove_folder(self) -> None:
+        """Remove the state folder, the lock last: without it the folder is somebody else's."""
+        shutil.rmtree(self.folder / "objects", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    remove_file(path)
+            remove_file(self.folder / "lock")
+            os.rmdir(self.folder)
+
     def _furnish(self) -> None:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(self.folder / "objects", 0o755)
+            _make_folder(self.folder / "objects")
         ignore = self.folder / ".gitignore"
         if not ignore.exists():  # an editable install is somebody's checkout
             self._write(ignore, b"*\n")
 
     def _write(self, path: Path, data: bytes) -> None:
-        state = FileState(sha256(data), 0o644, os.geteuid(), os.getegid(), time.time_ns())
-        write_file(path, state, data)
+        self._stage_own(path, data)
+        place_file(path)
 
-    def _write_document(self, name: str, document: Mapping[str, Any]) -> None:
-        self._write(self.folder / name, (json.dumps(document, indent=1) + "\n").encode())
-        sync_folder(self.folder)
+    @staticmethod
+    def _stage_own(path: Path, data: bytes) -> None:
+        state = FileState(sha256(data), 0o644, os.geteuid(), os.getegid(), time.time_ns())
+        stage_file(path, state, data)
 
     def keep(self, state: FileState | None, data: bytes | None) -> None:
         """Keep a file's content under its hash."""
@@ -268,6 +319,14 @@ class Store:
         :class:`CannotWrite` after a roll-back.
         """
         before = self.manifest()
+        for change in changes:
+            found = self.read(change.path)
+            now = found[0].sha256 if found else None
+            if now != (change.old and change.old.sha256) and not change.path.endswith(".pyc"):
+                raise ImageMismatch(
+                    f"{self.locate(change.path)}: was changed while the run was being prepared;"
+                    " nothing is written; run it again"
+                )
         journal = {
             "from": before.transaction if before else None,
             "to": manifest.transaction if manifest else None,
@@ -278,15 +337,23 @@ class Store:
         }
         try:
             sync_folder(self.folder / "objects")
-            self._write_document("journal.json", journal)
+            self._write(self.folder / "journal.json", _json(journal))
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
+            # All that takes space comes before the first file is replaced: on a full disk there
+            # would be none to roll back with either.
             for change in changes:
-                self._carry_out(change.path, change.new, change.data)
+                self._stage(change.path, change.new, change.data)
+            if manifest is not None:
+                self._stage_own(self.folder / "manifest.json", _json(manifest.document()))
+            for change in changes:
+                self._place(change.path, change.new)
             self._sync(change.path for change in changes)
             if manifest is None:
                 remove_file(self.folder / "manifest.json")
-                sync_folder(self.folder)
             else:
-                self._write_document("manifest.json", manifest.document())
+                place_file(self.folder / "manifest.json")
+            sync_folder(self.folder)
         except BaseException as error:
             if self.recover() == "completed" and isinstance(error, Exception):
                 return
@@ -322,10 +389,10 @@ class Store:
             raise self._damaged("journal.json", error) from None
         manifest = self.manifest()
         committed = (manifest.transaction if manifest else None) == target
-        if not committed:
-            self._roll_back(changes)
         for change in changes:
             remove_file(temporary_name(self.locate(change.path)))
+        if not committed:
+            self._roll_back(changes)
         self._sync(change.path for change in changes)
         remove_file(self.folder / "journal.json")
         sync_folder(self.folder)
@@ -334,16 +401,17 @@ class Store:
 
     def _roll_back(self, changes: Sequence[Change]) -> None:
         strange = []
+        wanted = []
         for change in changes:
             found = self.read(change.path)
             now = found[0].sha256 if found else None
             if now == (change.old and change.old.sha256):
                 continue
-            if now != (change.new and change.new.sha256):
+            # Bytecode that is neither was compiled by whoever imported the half-written package.
+            if now != (change.new and change.new.sha256) and not change.path.endswith(".pyc"):
                 strange.append(str(self.locate(change.path)))
-                continue
             data = self.object(change.old.sha256) if change.old else None
-            self._carry_out(change.path, change.old, data)
+            wanted.append((change, data))
         if strange:
             raise ImageMismatch(
                 "an interrupted run cannot be rolled back: somebody changed "
@@ -351,17 +419,26 @@ class Store:
                 + "; reinstall the package and remove "
                 + str(self.folder)
             )
+        for change, data in wanted:
+            self._stage(change.path, change.old, data)
+            self._place(change.path, change.old)
 
-    def _carry_out(self, path: str, state: FileState | None, data: bytes | None) -> None:
-        full = self.locate(path)
+    def _stage(self, path: str, state: FileState | None, data: bytes | None) -> None:
         if state is None:
-            remove_file(full)
             return
+        full = self.locate(path)
         if full.parent.name == "__pycache__":
             full.parent.mkdir(exist_ok=True)
         assert data is not None
-        if not write_file(full, state, data):
+        if not stage_file(full, state, data):
             self.notes.append(f"{full}: its owner could not be kept (not permitted)")
+
+    def _place(self, path: str, state: FileState | None) -> None:
+        full = self.locate(path)
+        if state is None:
+            remove_file(full)
+        else:
+            place_file(full)
 
     def _sync(self, paths: Iterator[str]) -> None:
         for folder in {self.locate(path).parent for path in paths}:
@@ -377,6 +454,16 @@ class Store:
         for path in list((self.folder / "objects").iterdir()):
             if path.name not in wanted:
                 remove_file(path)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder that everyone can read, whatever the umask: other users start vllm too."""
+    os.mkdir(path)
+    os.chmod(path, 0o755)
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def describe(error: OSError) -> str:

@@ -144,6 +144,33 @@ def test_a_failing_step_is_rolled_back(scenario: Scenario, code: int) -> None:
         broken.clean()
 
 
+def test_a_disk_that_is_full_and_stays_full_is_no_mixture(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rolling back must not need the space that the run did not find."""
+    old = world.snapshot(times=True)
+    write = os.write
+    left = 0
+
+    def write_while_there_is_space(descriptor: int, data: bytes) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    for number in range(100):
+        left = number
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", write_while_there_is_space)
+            ran = world.run("delta")
+        if ran.code == 0:
+            break
+        assert ran.code == 4
+        assert world.snapshot(times=True, state=True) == old, f"changed with space for {number}"
+    assert number > 5
+
+
 def test_killed_during_recovery(scenario: Scenario) -> None:
     old = scenario.old()
     middle = scenario.calls // 2
