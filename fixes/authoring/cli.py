@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     starts.add_argument("--profile", action="append", required=True, metavar="RELEASE")
     starts.add_argument("--site", required=True, metavar="FILE::DEFINITION")
     starts.add_argument("--opt-in", action="store_true")
+    starts.add_argument(
+        "--from", dest="tree", type=Path, metavar="DIR", help="the profile's packages"
+    )
 
     pages = commands.add_parser("docs", help="write the generated pages")
     pages.set_defaults(command="docs")
@@ -107,13 +110,8 @@ def _packages_of(pack: Pack, name: str, folder: Path | None) -> Iterator[Tree]:
 
 def _locks(pack: Pack, args: argparse.Namespace) -> int:
     names = args.profiles or pack.profile_names
-    if args.tree is not None and len(names) != 1:
-        raise UsageError("--from is the packages of one release: name it")
     stale = []
-    for name in names:
-        path = pack.root / "profiles" / f"{name}.lock"
-        with _packages_of(pack, name, args.tree) as tree:
-            text = record(pack, name, tree, origins_of(tree, pack.profile(name))).dump()
+    for path, text in _recorded(pack, names, args.tree):
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             print(f"{path.name} is current")
         elif args.command == "check":
@@ -130,6 +128,16 @@ def _locks(pack: Pack, args: argparse.Namespace) -> int:
         for what in stale:
             print(f"{what} is not current: run `python3 fixes/dev.py record` and `docs`")
     return 1 if stale else 0
+
+
+def _recorded(pack: Pack, names: Sequence[str], folder: Path | None) -> Iterator[tuple[Path, str]]:
+    """The lock files of profiles with the text that they should have."""
+    if folder is not None and len(names) != 1:
+        raise UsageError("--from is the packages of one release: name it")
+    for name in names:
+        with _packages_of(pack, name, folder) as tree:
+            lock = record(pack, name, tree, origins_of(tree, pack.profile(name)))
+        yield pack.root / "profiles" / f"{name}.lock", lock.dump()
 
 
 def _port(pack: Pack, args: argparse.Namespace) -> int:
@@ -161,5 +169,8 @@ def _new(pack: Pack, args: argparse.Namespace) -> int:
         )
     for path in new_fix(pack, args.fix, args.profile, file, definition, opt_in=args.opt_in):
         print(f"wrote {path.relative_to(pack.root)}")
-    print("next: write the codemod and the test, then `python3 fixes/dev.py record` and `docs`")
+    for path, text in _recorded(Pack(pack.root), args.profile, args.tree):
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(pack.root)}")
+    print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ class Tree:
         except FileNotFoundError:
             return None
 
+    def has(self, path: str) -> bool:
+        """Is the package of this path in the tree at all?"""
+        return (self.folder / path.split("/")[0]).is_dir()
+
     def source(self, path: str) -> Source | None:
         """A file, parsed once."""
         if path not in self._sources:
@@ -108,16 +112,19 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
 
     ``origins`` says per package where its source came from. A definition that
     ``profiles/<name>.fingerprints.json`` lists is locked with the fingerprint given there, and must
-    agree with the tree's where the tree has it. Raises :class:`ImageMismatch` for a site that the
-    release does not have or whose codemod does not fit.
+    agree with the tree's where the tree has it. What the present lock says of a package that the
+    tree lacks is kept. Raises :class:`ImageMismatch` for a site that the release does not have or
+    whose codemod does not fit.
     """
     profile = pack.profile(name)
+    present = (pack.root / "profiles" / f"{name}.lock").is_file()
+    kept = pack.lock(name).sites if present else {}
     published = _Fingerprints(pack.root / "profiles" / f"{name}.fingerprints.json")
     written = pack.fixes([e.id for e in profile.entries if e.id not in pack.unwritten])
     sites = {
         fix.id: tuple(
-            _locked(label, shape, rewritten, tree, published, origins)
-            for label, shape, rewritten in _definitions_of(fix, tree)
+            _locked(label, shape, rewritten, tree, published, origins, kept.get(fix.id, ()))
+            for label, shape, rewritten in _definitions_of(fix, tree, kept.get(fix.id, ()))
         )
         for fix in written
     }
@@ -131,13 +138,18 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
     return lock
 
 
-def _definitions_of(fix: LoadedFix, tree: Tree) -> Iterator[tuple[str, str, bool]]:
+def _definitions_of(
+    fix: LoadedFix, tree: Tree, kept: Sequence[LockedSite]
+) -> Iterator[tuple[str, str, bool]]:
     """Label, shape and whether it is rewritten, of the definitions a fix needs in this tree."""
     shapes = sorted({site.shape for site in fix.sites if site.shape})
+    locked = {site.shape for site in kept}
+
+    def fits(site: Site) -> bool:
+        return _codemod_fits(fix, site, tree) if tree.has(site.file) else site.shape in locked
+
     fitting = [
-        shape
-        for shape in shapes
-        if all(_codemod_fits(fix, site, tree) for site in fix.sites if site.shape == shape)
+        shape for shape in shapes if all(fits(site) for site in fix.sites if site.shape == shape)
     ]
     if shapes and len(fitting) != 1:
         found = f"{' and '.join(fitting)} do" if fitting else "none does"
@@ -169,6 +181,7 @@ def _locked(
     tree: Tree,
     published: _Fingerprints,
     origins: Mapping[str, Origin],
+    kept: Sequence[LockedSite],
 ) -> LockedSite:
     path, _, definition = label.partition("::")
     text = tree.text(path, definition)
@@ -181,6 +194,8 @@ def _locked(
     elif here is not None:
         package = path.split("/")[0]
         digest, origin = here, published.others.get(package, origins[package])
+    elif not tree.has(path) and (before := _find(kept, label, shape)) is not None:
+        return before
     else:
         raise ImageMismatch(f"{label}: {tree.folder} does not have it exactly once")
     ends = newlines(text) if text is not None else "lf"
@@ -189,7 +204,5 @@ def _locked(
     )
 
 
-def relocked(pack: Pack, lock: Lock) -> bool:
-    """Does the lock on disk say the same?"""
-    path = pack.root / "profiles" / f"{lock.profile}.lock"
-    return path.is_file() and path.read_text(encoding="utf-8") == lock.dump()
+def _find(sites: Sequence[LockedSite], label: str, shape: str) -> LockedSite | None:
+    return next((site for site in sites if (site.label, site.shape) == (label, shape)), None)

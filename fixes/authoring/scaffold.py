@@ -15,10 +15,11 @@ What a user sees without it.
 
 Why: the mechanism, by upstream's names.
 
-What is changed: the rewrite of each site, and for every other place with the same pattern whether
-it was changed or left, and why.
+What is changed: the rewrite of each site.
 
-Reference: the upstream issue or pull request.
+Reference: the upstream issue or pull request. Releases: which, and whether the code is the same.
+
+Other places with the pattern: changed or left, and why.
 """
 
 from fixes.applier.edits import Definition

@@ -14,7 +14,8 @@ from fixes.applier.edits import rewrite
 from fixes.applier.errors import ImageMismatch, UsageError
 from fixes.applier.pack import Pack
 from fixes.applier.profiles import Lock, load_lock
-from fixes.authoring.locks import Origin, Tree, record, relocked
+from fixes.authoring import cli
+from fixes.authoring.locks import Origin, Tree, record
 from fixes.authoring.porting import Ported, port
 from fixes.authoring.scaffold import new_fix
 from tests.applier.world import ENGINE, RUNNER, World
@@ -72,18 +73,38 @@ def test_a_lock_on_disk_is_what_record_gave(world: World) -> None:
     lock = recorded(world)
     path = world.pack / "profiles" / "v1.0.0.lock"
     assert load_lock(path) == lock
-    assert relocked(Pack(world.pack), lock)
 
 
 @pytest.mark.parametrize("change", ["missing", "older"])
-def test_a_lock_that_is_not_current_is_told(world: World, change: str) -> None:
-    lock = recorded(world)
+def test_check_tells_a_lock_that_is_not_current(
+    world: World, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = world.pack / "profiles" / "v1.0.0.lock"
+    write_summary(world)
+    words = ["v1.0.0", "--from", str(world.site)]
+    assert cli.main(str(world.pack), ["record", *words]) == 0
+    assert cli.main(str(world.pack), ["docs"]) == 0
+    assert cli.main(str(world.pack), ["check", *words]) == 0
     if change == "missing":
         path.unlink()
     else:
-        edit(path, lock.sites["delta"][0].sha256, "0" * 64)
-    assert not relocked(Pack(world.pack), lock)
+        edit(path, recorded(world).sites["delta"][0].sha256, "0" * 64)
+    assert cli.main(str(world.pack), ["check", *words]) == 1
+    assert "v1.0.0.lock is not current" in capsys.readouterr().out
+
+
+def write_summary(world: World) -> None:
+    """What `sources` leaves beside the packages that it lays out."""
+    packages = {name: {"kind": "index", "commit": "1" * 40} for name in ("vllm", "vllm_gaudi")}
+    (world.site / "sources.json").write_text(json.dumps({"packages": packages}))
+
+
+def test_a_package_that_is_not_at_hand_keeps_its_locked_sites(world: World) -> None:
+    before = load_lock(world.pack / "profiles" / "v1.0.0.lock")
+    shutil.rmtree(world.site / "vllm_gaudi")
+    lock = recorded(world)
+    assert lock.sites["gamma"] == before.sites["gamma"]
+    assert lock.sites["alpha"] == before.sites["alpha"]
 
 
 def test_line_ends_are_recorded(world: World) -> None:

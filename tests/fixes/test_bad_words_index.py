@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import standin
+
 pytestmark = pytest.mark.needs("torch", "vllm_gaudi")
 
 VOCAB = 16
@@ -16,8 +18,6 @@ NO_WORDS: list[list[int]] = []
 
 @pytest.fixture(scope="module")
 def module():
-    from tests.support import standin
-
     return standin.hpu_input_batch()
 
 
@@ -110,14 +110,12 @@ def test_each_row_has_its_own_words(module, batch):
     assert banned(batch, rows_for([second, first])) == [[8], [7]]
 
 
-@pytest.mark.red(r"\[\[\]\] == \[\[7\]\]")
+@pytest.mark.red(r"\[\[\], \[\]\] == \[\[7\], \[7\]\]")
 def test_word_of_several_tokens_is_looked_up_in_its_own_output(module, batch):
     """On stock the op reads the history of whatever request sits in that row."""
     first = add(module, batch, "r0", [[5, 7]], outputs=[4, 5])
     second = add(module, batch, "r1", [[9, 7]], outputs=[4, 9])
-    add(module, batch, "r2", NO_WORDS)
-    assert banned(batch, rows_for([first])) == [[7]]
-    assert banned(batch, rows_for([second])) == [[7]]
+    assert banned(batch, rows_for([second, first])) == [[7], [7]]
 
 
 @pytest.mark.red(r"\[\[\], \[7\], \[\], \[\]\] == \[\[7\], \[\], \[\], \[\]\]")
@@ -172,7 +170,7 @@ def test_through_the_sampler_itself(module, batch):
     assert [chosen(state) for state in reversed(states)] == [12, 11, 11, 11]
 
 
-@pytest.mark.red(r"IndexError|AssertionError")
+@pytest.mark.red(r"IndexError|assert \[\[")
 def test_any_batch_and_any_call_against_a_model(module, batch):
     """Random batches, orders, subsets and paddings: each row as if its request were alone."""
     import random

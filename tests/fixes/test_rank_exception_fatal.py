@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.support import ranks
+from tests.support import ranks, standin
 from tests.support.ranks import HANG, RAISE, RAISE_LATE, UNSENDABLE
 
 pytestmark = pytest.mark.needs("torch")
@@ -25,6 +25,7 @@ modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 @pytest.fixture(scope="module", autouse=True)
 def _vllm():
     """Import before any test captures or patches: vLLM sets up its log on import."""
+    standin.plain_vllm()
     importlib.import_module("vllm.v1.executor.multiproc_executor")
 
 
@@ -70,12 +71,11 @@ def test_error_that_shows_when_the_results_are_copied(start):
     assert_ended(engine)
 
 
-@modes
 @pytest.mark.red(GOES_ON)
-def test_clean_up_that_would_block(start, asynchronous, monkeypatch):
+def test_clean_up_that_would_block(start, monkeypatch):
     """Destroying a process group waits for peers, which wait for this rank."""
     monkeypatch.setattr(ranks.Worker, "clean_up_hangs", True)
-    engine = start(asynchronous=asynchronous)
+    engine = start()
     engine.step({1: RAISE})
     assert_ended(engine)
 
@@ -102,11 +102,10 @@ def test_output_rank_waits_for_the_failed_one(start, asynchronous):
     assert engine.dead()
 
 
-@modes
 @pytest.mark.red(UNHEARD)
-def test_answers_of_all_ranks_with_a_connector(start, asynchronous):
+def test_answers_of_all_ranks_with_a_connector(start):
     """The failed rank's answer is behind that of a rank that waits for it."""
-    engine = start(asynchronous=asynchronous, connector=True)
+    engine = start(asynchronous=True, connector=True)
     assert engine.step() == "rank 0"
     with pytest.raises(RuntimeError, match="cancelled"):
         engine.step({0: HANG, 1: RAISE})

@@ -7,6 +7,7 @@ message queues, the monitor. Only the `Worker` inside computes nothing.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import threading
 import time
 from typing import Any
@@ -114,9 +115,9 @@ class Engine:
 
     def exit_code(self, rank: int, within: float = 3.0) -> int | None:
         """A rank's exit code; None for a process that still lives after that time."""
-        self.processes[rank].join(within)
-        code: int | None = self.processes[rank].exitcode
-        return code
+        process: multiprocessing.process.BaseProcess = self.processes[rank]
+        process.join(within)
+        return process.exitcode
 
     def dead(self, within: float = 10.0) -> bool:
         """Has the engine core been told, and is every process gone?"""
@@ -147,7 +148,6 @@ def engine(monkeypatch: Any, *, asynchronous: bool = False, connector: bool = Fa
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.multimodal.registry import MultiModalRegistry
 
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "empty")
     # The processes are copies of this one, the class above included.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")

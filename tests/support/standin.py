@@ -22,16 +22,21 @@ _MODULES = (
 )
 
 
+def plain_vllm() -> None:
+    """Keep vLLM from making the installed vllm_gaudi its platform. Call before the first import."""
+    os.environ.update(VLLM_TARGET_DEVICE="empty", VLLM_PLUGINS="")
+
+
 def install() -> None:
     """Make `import vllm_gaudi...` work on a machine without a Gaudi."""
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "empty")
+    plain_vllm()
     if "habana_frameworks" in sys.modules or importlib.util.find_spec("habana_frameworks"):
         return
     for name in _MODULES:
         sys.modules[name] = MagicMock()
     import torch
 
-    torch.hpu = MagicMock()
+    vars(torch)["hpu"] = MagicMock()
 
 
 def hpu_input_batch() -> Any:
@@ -39,7 +44,7 @@ def hpu_input_batch() -> Any:
     install()
     from vllm_gaudi.v1.worker import hpu_input_batch as module
 
-    def update(source: Any, dest: Any, indices: Any, device: str = "cpu") -> None:
+    def update(source: Any, dest: Any, indices: list[int], device: str = "cpu") -> None:
         dest[indices] = source[indices]
 
     module.async_h2d_update = update  # its own default device is "hpu"
