@@ -28,9 +28,10 @@ one of them does. It is not the record of a run: `bash .ci/run` runs them, and w
 to `build/test-results.json`. **Red** tests must fail on the stock packages of that release, with
 the failure's text as written in the test, and pass on the fixed ones; **other** tests must pass on
 both. A test with parameters counts once. At level text there is, besides tests of the fix's own,
-the one that applies every locked fix to the real release and looks at each changed line. The levels, from the text of the code up to the engine
-with the real plugin on an emulated device, are explained in [testing.md](testing.md), and so is
-what is skipped where a package or torch is not at hand.
+the one that applies every locked fix to the real release and looks at each changed line. The
+levels, from the text of the code up to the engine with the real plugin on an emulated device, are
+explained in [testing.md](testing.md), and so is what is skipped where a package or torch is not at
+hand.
 """
 
 

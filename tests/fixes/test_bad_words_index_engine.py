@@ -63,6 +63,6 @@ def test_words_of_the_first_request(engine, words):
 
 @modes
 def test_a_request_with_words_alone(engine, words):
-    plain, banning = two_requests(engine, words)
+    _, banning = two_requests(engine, words)
     (answer,) = run(engine, banning)
     assert not set(banning[1]) & set(answer)

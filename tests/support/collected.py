@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from tests.support.twosided import STOCK, TwoSidedItem
+from tests.support.trees import STOCK
+from tests.support.twosided import TwoSidedItem
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Each test of a fix on each release: fix, file, test, level, release, and whether it is red."""
+    """Each test of a fix on each release, and whether it is red there."""
     found = {
         (
             item.fix,
