@@ -7,6 +7,7 @@ from pathlib import Path
 from fixes.applier.fix import LoadedFix
 from fixes.applier.pack import Pack
 from fixes.applier.profiles import Entry
+from fixes.authoring import proofs
 
 _HEAD = """\
 # The fixes
@@ -19,7 +20,8 @@ which other places were looked at.
 
 def pages(pack: Pack) -> dict[Path, str]:
     """The generated pages and their text."""
-    return {pack.root / "docs" / "fixes.md": _fixes_page(pack)}
+    folder = pack.root / "docs"
+    return {folder / "fixes.md": _fixes_page(pack), folder / "proofs.md": proofs.page(pack)}
 
 
 def _fixes_page(pack: Pack) -> str:

@@ -2,7 +2,8 @@
 
 A test of ``tests/fixes/test_<fix>.py`` becomes ``test_x[v0.26.0-stock]``, ``test_x[v0.26.0-fixed]``
 and so on. Each (file, release, state) is one child process of pytest with that tree of packages
-first on the path; this process only judges what the child reports. See ``docs/testing.md``.
+first on the path, and all files' engine tests are one; this process only judges what the child
+reports. See ``docs/testing.md``.
 
 Marks
     red(pattern, release=..., output=False)  must fail on stock with a matching message, pass fixed
@@ -43,6 +44,8 @@ TAIL_LINES = 60
 TIMEOUT = 1500
 # The stand-in for the closed habana_frameworks package. Where it is on the path, torch loads it.
 EMULATION = Path("tests", "emulation", "site")
+# The name of the child process that all tests with these needs share.
+ENGINE, ENGINE_CHILD = frozenset({"engine"}), Path("engine")
 # What the child's interpreter decides, not this one.
 _CHILD_MARKS = {"skip", "skipif", "xfail", "usefixtures", "parametrize", "filterwarnings"}
 
@@ -156,7 +159,9 @@ class TwoSidedModule(pytest.Module):
         if mark := item.get_closest_marker("only"):
             releases = [name for name in releases if name in mark.args]
         states = (STOCK, FIXED) if fix else (STOCK,)
-        return [Group(self.path, name, state, needs) for name in releases for state in states]
+        # Importing vLLM takes long: all engine tests of a side share a process.
+        file, needs = (ENGINE_CHILD, ENGINE) if "engine" in needs else (self.path, needs)
+        return [Group(file, name, state, needs) for name in releases for state in states]
 
     def _item(self, origin: pytest.Item, group: Group) -> TwoSidedItem:
         name = origin.nodeid.partition("::")[2].replace("::", ".")
@@ -338,6 +343,7 @@ class TwoSided:
             # Without a device vllm_gaudi cannot be loaded: vLLM must not try in its own processes.
             plugins["VLLM_PLUGINS"] = ""
         path += [self.config.rootpath, Path(child.__file__).parents[2]]
+        cached = self.trees.cache / "vllm-cache" / f"{group.release}-{group.state}"
         side = {
             "release": group.release,
             "state": group.state,
@@ -357,7 +363,8 @@ class TwoSided:
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)),
             "TMPDIR": str(scratch),
             "VLLM_CONFIG_ROOT": str(scratch / "config"),
-            "VLLM_CACHE_ROOT": str(scratch / "cache"),
+            # What a model class can do is kept here by the hash of its file: seconds each time.
+            "VLLM_CACHE_ROOT": str(cached),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             **plugins,
