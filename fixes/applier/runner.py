@@ -125,9 +125,14 @@ def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeou
     if seen == (None, False):
         return Result("", list(packages.values()), None, dry_run=dry_run)
     if dry_run and not seen[1]:
-        outcome = _restored(store)
-        _check_writable(store, outcome.changes)
-        return outcome.result("", packages, [], "", dry_run)
+        try:
+            outcome = _restored(store)
+        except ImageMismatch:
+            if store.position() == seen:
+                raise
+        else:
+            _check_writable(store, outcome.changes)
+            return outcome.result("", packages, [], "", dry_run)
     with _writing(store, lock_timeout):
         recovered = store.recover()
         if store.manifest() is None:
@@ -257,7 +262,7 @@ class _Outcome:
 
 
 def _set_of(manifest: Manifest | None) -> object:
-    return manifest and (manifest.profile, manifest.fixes, manifest.unwritten, manifest.files)
+    return (manifest.fixes, manifest.files) if manifest else ((), {})
 
 
 class _Pristine:

@@ -127,7 +127,7 @@ class Store:
         self.packages = packages
         # A package that was installed later does not move the state.
         folders = [package.folder / STATE_FOLDER for package in packages.values()]
-        self.folder = next((f for f in folders if (f / "manifest.json").exists()), folders[0])
+        self.folder = next(filter(_in_use, folders), folders[0])
         self.notes: list[str] = []
 
     # Paths and reading --------------------------------------------------------------------------
@@ -237,9 +237,7 @@ class Store:
             yield
         finally:
             try:
-                if not any(
-                    (self.folder / name).exists() for name in ("manifest.json", "journal.json")
-                ):
+                if not _in_use(self.folder):
                     self._remove_folder()
             finally:
                 os.close(descriptor)
@@ -454,6 +452,10 @@ class Store:
         for path in list((self.folder / "objects").iterdir()):
             if path.name not in wanted:
                 remove_file(path)
+
+
+def _in_use(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("manifest.json", "journal.json"))
 
 
 def _make_folder(path: Path) -> None:
