@@ -257,6 +257,21 @@ def test_a_package_that_was_uninstalled_is_forgotten(world: World) -> None:
     assert (world.site / "vllm" / "engine.py").read_bytes() == shipped
 
 
+@pytest.mark.parametrize("group", [0o000, 0o020])
+def test_who_may_write_the_package_may_go_on_with_its_state(world: World, group: int) -> None:
+    """A layer made by root, a pod that runs as any user of the image's group (OpenShift)."""
+    (world.site / "vllm").chmod(0o755 | group)
+    old = os.umask(0)
+    try:
+        world.run("delta")
+    finally:
+        os.umask(old)
+    state = world.site / "vllm" / ".gaudi-fix-pack"
+    for path in (state, state / "objects", state / "lock"):
+        assert path.stat().st_mode & 0o022 == group, path
+    assert not [path for path in state.rglob("*") if path.stat().st_mode & 0o002]
+
+
 def test_marks_of_the_pack_without_its_state_are_refused(world: World) -> None:
     world.run()
     for path in sorted((world.site / "vllm" / ".gaudi-fix-pack").rglob("*"), reverse=True):
