@@ -498,6 +498,9 @@ def _cached_elsewhere(path: Path) -> list[Path]:
 # Around a run -------------------------------------------------------------------------------------
 
 
+_CANNOT_WRITE = "run as a user who may write to the packages, or apply the fixes in an image layer"
+
+
 @contextlib.contextmanager
 def _writing(store: Store, timeout: float) -> Iterator[None]:
     """Hold the store's lock; what the file system refuses is :class:`CannotWrite`."""
@@ -505,7 +508,7 @@ def _writing(store: Store, timeout: float) -> Iterator[None]:
         with store.locked(timeout):
             yield
     except OSError as error:
-        raise CannotWrite(describe(error)) from error
+        raise CannotWrite(f"{describe(error)}; {_CANNOT_WRITE}") from error
 
 
 def _check_writable(store: Store, changes: Sequence[Change]) -> None:
@@ -516,7 +519,7 @@ def _check_writable(store: Store, changes: Sequence[Change]) -> None:
     folders = {*own, *(store.locate(change.path).parent for change in changes)}
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
-        raise CannotWrite("no permission to write in " + ", ".join(refused))
+        raise CannotWrite(f"no permission to write in {', '.join(refused)}; {_CANNOT_WRITE}")
 
 
 def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:
