@@ -248,7 +248,7 @@ def _document(pack: Pack, command: str, result: Result) -> dict[str, Any]:
     states = {
         **dict.fromkeys(result.dropped, "taken back"),
         **dict.fromkeys(result.added, "applied"),
-        **dict.fromkeys(result.kept, "unchanged"),
+        **dict.fromkeys(result.kept, "applied" if command == "status" else "unchanged"),
     }
     order = [*result.dropped, *(manifest.fixes if manifest else ())]
     if result.dry_run:

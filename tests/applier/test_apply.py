@@ -192,10 +192,13 @@ def test_a_request_that_makes_no_sense_changes_nothing(world: World, words: list
 
 
 def test_status_tells_what_is_in_place_and_finds_hand_edits(world: World) -> None:
-    assert world.run("--status", profile=None).last == "applied=0 unchanged=0 files=0 profile=none"
+    nothing = world.run("--status", profile=None)
+    assert nothing.last == "applied=0 unchanged=0 files=0 profile=none"
+    assert "nothing is applied" in nothing.out
     world.run()
     status = world.run("--status", profile=None)
-    assert status.last == "applied=0 unchanged=3 files=0 profile=v1.0.0"
+    assert status.last == "applied=3 unchanged=0 files=0 profile=v1.0.0"
+    assert "+ beta: applied" in status.out
     engine = world.site / "vllm" / "engine.py"
     engine.write_text(engine.read_text() + "# by hand\n")
     changed = world.run("--status", profile=None)
