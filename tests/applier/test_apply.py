@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fixes.applier import fast
+from tests.applier.faults import in_child
 from tests.applier.world import World
 
 
@@ -264,11 +265,12 @@ def test_a_package_that_was_uninstalled_is_forgotten(world: World) -> None:
 def test_who_may_write_the_package_may_go_on_with_its_state(world: World, group: int) -> None:
     """A layer made by root, a pod that runs as any user of the image's group (OpenShift)."""
     (world.site / "vllm").chmod(0o755 | group)
-    old = os.umask(0)
-    try:
+
+    def run() -> None:
+        os.umask(0)  # in a process of its own: the mask is the whole process's
         world.run("delta")
-    finally:
-        os.umask(old)
+
+    assert in_child(run) == 0
     state = world.site / "vllm" / ".gaudi-fix-pack"
     for path in (state, state / "objects", state / "lock"):
         assert path.stat().st_mode & 0o022 == group, path

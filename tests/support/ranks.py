@@ -116,7 +116,11 @@ class Engine:
     def exit_code(self, rank: int, within: float = 3.0) -> int | None:
         """A rank's exit code; None for a process that still lives after that time."""
         process: multiprocessing.process.BaseProcess = self.processes[rank]
-        process.join(within)
+        deadline = time.monotonic() + within
+        # While vLLM's monitor, another thread, is reaping the process, a join returns without it.
+        while process.exitcode is None and time.monotonic() < deadline:
+            process.join(0.05)
+            time.sleep(0.01)
         return process.exitcode
 
     def dead(self, within: float = 10.0) -> bool:
