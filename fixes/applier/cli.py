@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--without", action="append", default=[], metavar="FIX", help="leave a default fix out"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="list a profile's fixes, or everyone's")
+    what.add_argument("--list", action="store_true", help="list a profile's fixes, or those of all")
     what.add_argument("--explain", metavar="FIX", help="say what a fix is about")
     what.add_argument("--status", action="store_true", help="say what is applied")
     what.add_argument("--revert", action="store_true", help="give the image's files back")
@@ -248,7 +248,7 @@ def _document(pack: Pack, command: str, result: Result) -> dict[str, Any]:
     states = {
         **dict.fromkeys(result.dropped, "taken back"),
         **dict.fromkeys(result.added, "applied"),
-        **dict.fromkeys(result.kept, "unchanged"),
+        **dict.fromkeys(result.kept, "applied" if command == "status" else "unchanged"),
     }
     order = [*result.dropped, *(manifest.fixes if manifest else ())]
     if result.dry_run:

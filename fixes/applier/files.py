@@ -123,8 +123,11 @@ def _give_to(descriptor: int, uid: int, gid: int) -> bool:
         return True
     try:
         os.fchown(descriptor, uid, gid)
-    except PermissionError:
-        with contextlib.suppress(PermissionError):
+    except OSError as error:
+        # EINVAL: the owner has no number in this user namespace (a rootless container).
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.EINVAL):
+            raise
+        with contextlib.suppress(OSError):
             os.fchown(descriptor, -1, gid)
         return False
     return True

@@ -53,8 +53,10 @@ def missing_message(name: str, site_packages: Path | None) -> str:
     """What to do about a package that is not installed where it was looked for."""
     where = str(site_packages) if site_packages else f"the environment of {sys.executable}"
     message = f"{name} is not installed in {where}"
+    if site_packages is not None:
+        return f"{message}; name the folder that has it, or rewrite only what is there (--package)"
     command = shutil.which("vllm")
-    if site_packages is None and command is not None:
+    if command is not None:
         first = _read(Path(command)).partition("\n")[0]
         interpreter = first.removeprefix("#!").strip()
         if first.startswith("#!") and interpreter not in ("", sys.executable):

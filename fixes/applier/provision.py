@@ -142,4 +142,7 @@ def _help(reason: str) -> str:
     has_pip = importlib.util.find_spec("pip") is not None
     pip = f"{sys.executable} -m pip install"
     install = pip if has_pip else f"uv pip install --python {sys.executable}"
-    return f"libcst is missing and could not be provisioned ({reason}); run: {install} {wanted}"
+    return (
+        f"libcst is missing and could not be provisioned ({reason}); a pod without an"
+        f" index needs it in its image; run: {install} {wanted}"
+    )

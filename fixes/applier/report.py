@@ -83,6 +83,8 @@ def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
         yield f"an interrupted run was {document['recovered']}"
     if document["dry_run"]:
         yield "dry run: nothing is written"
+    if document["command"] == "status" and not document["fixes"]:
+        yield "nothing is applied"
     for fix in document["fixes"]:
         yield f"{_SIGNS[fix['state']]} {fix['id']}: {fix['state']}"
         if verbose:

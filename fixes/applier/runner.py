@@ -125,9 +125,14 @@ def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeou
     if seen == (None, False):
         return Result("", list(packages.values()), None, dry_run=dry_run)
     if dry_run and not seen[1]:
-        outcome = _restored(store)
-        _check_writable(store, outcome.changes)
-        return outcome.result("", packages, [], "", dry_run)
+        try:
+            outcome = _restored(store)
+        except ImageMismatch:
+            if store.position() == seen:
+                raise
+        else:
+            _check_writable(store, outcome.changes)
+            return outcome.result("", packages, [], "", dry_run)
     with _writing(store, lock_timeout):
         recovered = store.recover()
         if store.manifest() is None:
@@ -257,7 +262,7 @@ class _Outcome:
 
 
 def _set_of(manifest: Manifest | None) -> object:
-    return manifest and (manifest.profile, manifest.fixes, manifest.unwritten, manifest.files)
+    return (manifest.fixes, manifest.files) if manifest else ((), {})
 
 
 class _Pristine:
@@ -493,6 +498,9 @@ def _cached_elsewhere(path: Path) -> list[Path]:
 # Around a run -------------------------------------------------------------------------------------
 
 
+_CANNOT_WRITE = "run as a user who may write to the packages, or apply the fixes in an image layer"
+
+
 @contextlib.contextmanager
 def _writing(store: Store, timeout: float) -> Iterator[None]:
     """Hold the store's lock; what the file system refuses is :class:`CannotWrite`."""
@@ -500,7 +508,7 @@ def _writing(store: Store, timeout: float) -> Iterator[None]:
         with store.locked(timeout):
             yield
     except OSError as error:
-        raise CannotWrite(describe(error)) from error
+        raise CannotWrite(f"{describe(error)}; {_CANNOT_WRITE}") from error
 
 
 def _check_writable(store: Store, changes: Sequence[Change]) -> None:
@@ -511,7 +519,7 @@ def _check_writable(store: Store, changes: Sequence[Change]) -> None:
     folders = {*own, *(store.locate(change.path).parent for change in changes)}
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
-        raise CannotWrite("no permission to write in " + ", ".join(refused))
+        raise CannotWrite(f"no permission to write in {', '.join(refused)}; {_CANNOT_WRITE}")
 
 
 def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:

@@ -49,7 +49,7 @@ def select(
         if fix_id in unwritten:
             raise UsageError(
                 f"{fix_id} is planned for {profile.name} but not written yet (--list shows which"
-                " fixes are); start without it"
+                " fixes are); leave it out, and with it the options of `vllm serve` that need it"
             )
 
     def wanted(entry: Entry) -> bool:

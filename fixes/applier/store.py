@@ -127,7 +127,7 @@ class Store:
         self.packages = packages
         # A package that was installed later does not move the state.
         folders = [package.folder / STATE_FOLDER for package in packages.values()]
-        self.folder = next((f for f in folders if (f / "manifest.json").exists()), folders[0])
+        self.folder = next(filter(_in_use, folders), folders[0])
         self.notes: list[str] = []
 
     # Paths and reading --------------------------------------------------------------------------
@@ -237,9 +237,7 @@ class Store:
             yield
         finally:
             try:
-                if not any(
-                    (self.folder / name).exists() for name in ("manifest.json", "journal.json")
-                ):
+                if not _in_use(self.folder):
                     self._remove_folder()
             finally:
                 os.close(descriptor)
@@ -252,6 +250,8 @@ class Store:
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
+                with contextlib.suppress(PermissionError):  # somebody else's, as it should be
+                    os.fchmod(descriptor, 0o600 | 0o060 * _group_writes(self.folder))
             except FileNotFoundError:
                 continue  # a run that reverted removed the folder under us
             except OSError:
@@ -456,10 +456,19 @@ class Store:
                 remove_file(path)
 
 
+def _in_use(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("manifest.json", "journal.json"))
+
+
 def _make_folder(path: Path) -> None:
     """Make a folder that everyone can read, whatever the umask: other users start vllm too."""
     os.mkdir(path)
-    os.chmod(path, 0o755)
+    os.chmod(path, 0o755 | 0o020 * _group_writes(path.parent))
+
+
+def _group_writes(folder: Path) -> bool:
+    """May the group write here? OpenShift runs images as any user, but of the image's group."""
+    return bool(os.stat(folder).st_mode & 0o020)
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

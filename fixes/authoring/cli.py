@@ -23,7 +23,7 @@ PREFIX = "gaudi-fix-pack:"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dev.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="dev.py", description="Commands for authors of fixes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     brings = commands.add_parser("sources", help="lay out a release's packages, installed")
@@ -93,13 +93,23 @@ def _run(pack: Pack, args: argparse.Namespace) -> int:
     return _locks(pack, args)
 
 
+def _pristine(folder: Path) -> Tree:
+    """A folder of packages that somebody named: rewritten ones say nothing of a release."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder")
+    if any(folder.glob("*/.gaudi-fix-pack/manifest.json")):
+        raise UsageError(
+            f"{folder} has fixes applied: give pristine packages, or take them back with"
+            f" `python3 fixes/apply_all.py --revert --site-packages {folder}`"
+        )
+    return Tree(folder)
+
+
 @contextmanager
 def _packages_of(pack: Pack, name: str, folder: Path | None) -> Iterator[Tree]:
     """The packages of a profile: in the folder that was named, or laid out for the moment."""
     if folder is not None:
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder")
-        yield Tree(folder)
+        yield _pristine(folder)
         return
     with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as temporary:
         into = Path(temporary) / "site-packages"
@@ -148,10 +158,9 @@ def _port(pack: Pack, args: argparse.Namespace) -> int:
         if fix not in written:
             raise UsageError(f"{args.profile} has no written fix {fix!r}")
     fixes = pack.fixes(args.fixes or written)
-    if not args.to.is_dir():
-        raise UsageError(f"{args.to} is no folder")
+    new = _pristine(args.to)
     with _packages_of(pack, args.profile, args.tree) as old:
-        found = port(fixes, pack.lock(args.profile), old, Tree(args.to))
+        found = port(fixes, pack.lock(args.profile), old, new)
     if args.json:
         print(json.dumps({"schema_version": 1, "sites": [asdict(one) for one in found]}, indent=1))
     for one in [] if args.json else found:
@@ -167,9 +176,20 @@ def _new(pack: Pack, args: argparse.Namespace) -> int:
         raise UsageError(
             f"--site {args.site}: give FILE::DEFINITION, as in vllm/x.py::Class.method"
         )
-    for path in new_fix(pack, args.fix, args.profile, file, definition, opt_in=args.opt_in):
+    before = {path: path.read_bytes() for path in (pack.root / "profiles").glob("*.toml")}
+    made = new_fix(pack, args.fix, args.profile, file, definition, opt_in=args.opt_in)
+    try:
+        locks = list(_recorded(Pack(pack.root), args.profile, args.tree))
+    except BaseException:  # such as a definition that is not there: leave nothing half-made
+        for path in made:
+            if path in before:
+                path.write_bytes(before[path])
+            else:
+                path.unlink()
+        raise
+    for path in made:
         print(f"wrote {path.relative_to(pack.root)}")
-    for path, text in _recorded(Pack(pack.root), args.profile, args.tree):
+    for path, text in locks:
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(pack.root)}")
     print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`")

@@ -45,7 +45,7 @@ import pytest
 
 @pytest.mark.red(r"write me")
 def test_the_defect() -> None:
-    """Use the real code of {file} here; the plugin runs this on stock and on fixed packages."""
+    """Runs on stock and on fixed packages: import the real code in here, not above."""
     pytest.fail("write me")
 '''
 

@@ -247,4 +247,6 @@ def run(pack: Pack, options: argparse.Namespace) -> int:
         print(f"{package} {origin.version} from {where} ({origin.commit or 'commit unknown'})")
     for package, reason in result.missing.items():
         print(f"{package} is missing: {reason}")
+        option = f"--{package.replace('_', '-')}"
+        print(f"  have a copy? give an empty folder and {option} PATH; without it, use --package")
     return 0

@@ -192,10 +192,13 @@ def test_a_request_that_makes_no_sense_changes_nothing(world: World, words: list
 
 
 def test_status_tells_what_is_in_place_and_finds_hand_edits(world: World) -> None:
-    assert world.run("--status", profile=None).last == "applied=0 unchanged=0 files=0 profile=none"
+    nothing = world.run("--status", profile=None)
+    assert nothing.last == "applied=0 unchanged=0 files=0 profile=none"
+    assert "nothing is applied" in nothing.out
     world.run()
     status = world.run("--status", profile=None)
-    assert status.last == "applied=0 unchanged=3 files=0 profile=v1.0.0"
+    assert status.last == "applied=3 unchanged=0 files=0 profile=v1.0.0"
+    assert "+ beta: applied" in status.out
     engine = world.site / "vllm" / "engine.py"
     engine.write_text(engine.read_text() + "# by hand\n")
     changed = world.run("--status", profile=None)
@@ -255,6 +258,21 @@ def test_a_package_that_was_uninstalled_is_forgotten(world: World) -> None:
     assert world.run("--status", profile=None).code == 0
     assert world.run("--revert", profile=None).code == 0
     assert (world.site / "vllm" / "engine.py").read_bytes() == shipped
+
+
+@pytest.mark.parametrize("group", [0o000, 0o020])
+def test_who_may_write_the_package_may_go_on_with_its_state(world: World, group: int) -> None:
+    """A layer made by root, a pod that runs as any user of the image's group (OpenShift)."""
+    (world.site / "vllm").chmod(0o755 | group)
+    old = os.umask(0)
+    try:
+        world.run("delta")
+    finally:
+        os.umask(old)
+    state = world.site / "vllm" / ".gaudi-fix-pack"
+    for path in (state, state / "objects", state / "lock"):
+        assert path.stat().st_mode & 0o022 == group, path
+    assert not [path for path in state.rglob("*") if path.stat().st_mode & 0o002]
 
 
 def test_marks_of_the_pack_without_its_state_are_refused(world: World) -> None:

@@ -467,3 +467,26 @@ def test_what_has_no_body_to_insert_into_says_so(world: World) -> None:
 def test_the_small_world_is_what_these_tests_think_it_is() -> None:
     assert "limit = LIMIT" in ENGINE
     assert "def pad(rows, size, fill):" in RUNNER
+
+
+def test_a_site_that_is_not_there_leaves_nothing_half_made(world: World) -> None:
+    def files() -> dict[Path, bytes]:
+        return {
+            p: p.read_bytes() for p in world.pack.rglob("*") if p.suffix != ".pyc" and p.is_file()
+        }
+
+    before = files()
+    words = ["new", "zeta", "--profile", "v1.0.0", "--site", "vllm/engine.py::Nope.x"]
+    assert cli.main(str(world.pack), [*words, "--from", str(world.site)]) == 3
+    assert files() == before
+
+
+def test_packages_with_fixes_applied_are_no_release(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.run().code == 0
+    applied = str(world.site)
+    assert cli.main(str(world.pack), ["record", "v1.0.0", "--from", applied]) == 2
+    assert cli.main(str(world.pack), ["port", "--profile", "v1.0.0", "--to", applied]) == 2
+    said = capsys.readouterr().err
+    assert said.count(f"{applied} has fixes applied: give pristine packages") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fixes.applier.files import FileState, sha256, stage_file, temporary_name
 from fixes.applier.store import Store
 from tests.applier.faults import die, in_child
 from tests.applier.world import World
@@ -167,7 +169,7 @@ ENGINE_FILE = ("files", "vllm/engine.py")
         _set("files", "vllm/../../x.py", to={}),
     ],
 )
-@pytest.mark.parametrize("words", [["--status"], ["--revert"], ["--without", "alpha"], []])
+@pytest.mark.parametrize("words", [*WAYS, []])
 def test_a_manifest_of_another_hand_is_refused(
     world: World, damage: Callable[[Any], None], words: list[str]
 ) -> None:
@@ -204,6 +206,28 @@ def test_a_dry_run_sees_a_state_folder_that_cannot_be_written(
     ran = world.run("--without", "alpha", "--dry-run")
     assert ran.code == 4
     assert str(world.site / STATE) in ran.err
+
+
+def test_a_set_of_no_fixes_needs_no_state(world: World) -> None:
+    """So that it is in place on a read-only image too."""
+    before = world.snapshot(times=True, state=True)
+    without = [word for fix in ("alpha", "beta", "gamma") for word in ("--without", fix)]
+    assert world.run(*without).code == 0
+    assert world.snapshot(times=True, state=True) == before
+
+
+def test_an_owner_without_a_number_here_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a rootless container a file may belong to somebody that its kernel cannot name."""
+
+    def refuse(descriptor: int, uid: int, gid: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    state = FileState(sha256(b"text"), 0o644, os.geteuid() + 1, os.getegid(), 0)
+    assert not stage_file(tmp_path / "a.py", state, b"text")
+    assert temporary_name(tmp_path / "a.py").read_bytes() == b"text"
 
 
 # Moments ------------------------------------------------------------------------------------------
@@ -289,6 +313,37 @@ def test_a_status_in_the_middle_of_a_run_waits_for_its_end(
     ran = world.run("--status", profile=None)
     assert ran.code == 0, ran.err
     assert "delta" in ran.out
+
+
+def test_a_dry_revert_in_the_middle_of_a_run_waits_for_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run()
+    position = Store.position
+    calls = 0
+
+    def and_then_another_run(store: Store) -> Any:
+        nonlocal calls
+        found = position(store)
+        calls += 1
+        if calls == 1:
+            # The other run has written a file and then its manifest between two of our looks.
+            engine = world.site / "vllm" / "engine.py"
+            manifest = Store.manifest
+
+            def late(store: Store) -> Any:
+                before = manifest(store)
+                monkeypatch.setattr(Store, "manifest", manifest)
+                assert in_child(lambda: os._exit(world.run("--without", "alpha").code)) == 0
+                assert b"alpha" not in engine.read_bytes()
+                return before
+
+            monkeypatch.setattr(Store, "manifest", late)
+        return found
+
+    monkeypatch.setattr(Store, "position", and_then_another_run)
+    ran = world.run("--revert", "--dry-run", profile=None)
+    assert ran.code == 0, ran.err
 
 
 def test_the_lock_is_the_last_to_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

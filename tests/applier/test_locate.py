@@ -376,8 +376,8 @@ def test_a_missing_package_is_a_mismatch_that_says_where_it_was_looked_for(tmp_p
     with pytest.raises(ImageMismatch) as caught:
         require_packages(["vllm", "vllm_gaudi"], {}, tmp_path)
     assert str(caught.value).splitlines() == [
-        f"{name} is not installed in {tmp_path}; run the pack with the interpreter that runs vllm,"
-        " or use --site-packages"
+        f"{name} is not installed in {tmp_path}; name the folder that has it,"
+        " or rewrite only what is there (--package)"
         for name in ("vllm", "vllm_gaudi")
     ]
 

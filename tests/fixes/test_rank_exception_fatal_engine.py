@@ -10,7 +10,7 @@ from tests.support.faults import AFTER, BEFORE
 
 pytestmark = pytest.mark.needs("engine")
 
-TIMEOUT = 40  # VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: how long stock waits for an answer
+TIMEOUT = 30  # VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: how long stock waits for an answer
 
 
 @pytest.fixture
