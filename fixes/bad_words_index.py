@@ -27,8 +27,8 @@ Other places with the pattern:
   `logitsprocs-rows`.
 * The rejection sampler of speculative decoding reads the same dict
   (`apply_bad_words_with_drafts`): its keys are right with this fix, since the rows of a call
-  start with its requests in order. It also wants the drafted tokens in the metadata, which the
-  Gaudi runner never sets, so a word of several tokens is not seen there: left.
+  start with its requests in order. It also wants one history a drafted token, which the Gaudi
+  runner never gives it, so a word of several tokens is looked up in the wrong one there: left.
 
 Known limit: a bad word of several tokens needs the ids generated so far. Under async scheduling
 (the default) the Gaudi runner does not have them on the host: the history is empty on v0.26.0,

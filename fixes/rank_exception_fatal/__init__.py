@@ -4,7 +4,7 @@ What a user sees: with tensor parallelism one worker logs `WorkerProc hit an exc
 memory in a step, say), the server goes on, and from then on every answer to everybody is garbage
 (`!!!!`, NaN log probabilities) until it is restarted by hand. Or, where the other ranks wait for
 the failed one, every request hangs until `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`, which the Gaudi
-recipes raise to an hour.
+recipes raise to half an hour or an hour.
 
 Why: `MultiprocExecutor` sends `execute_model` and `sample_tokens` to all ranks and reads the
 answer of one, `output_rank`. A `WorkerProc` reports an exception only if it is that rank; any
@@ -24,11 +24,12 @@ What is changed: in a step, a rank whose answer the engine does not wait for end
 exit code 1, at once, after its log is flushed (five seconds at most). The executor watches the
 processes of its workers (`start_worker_monitor`): it marks itself as failed, stops the other
 ranks, wakes whoever waits for an answer and tells the engine core, which fails all requests with
-`EngineDeadError`. The process is ended with `os._exit`: re-raising leads to
-`WorkerProc.shutdown`, where destroying process groups can wait for peers that wait for this rank,
-and then the process never ends. Asynchronous outputs of ranks that do not answer are waited for
-in the thread that exists for it; on the answering rank, an output that cannot be sent is replaced
-by its error.
+`EngineDeadError`. Where a rank hangs that takes as long as vLLM gives it to leave
+(`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`, five, and four more). The process is ended with
+`os._exit`: re-raising leads to `WorkerProc.shutdown`, where destroying process groups can wait
+for peers that wait for this rank, and then the process never ends. Asynchronous outputs of ranks
+that do not answer are waited for in the thread that exists for it; on the answering rank, an
+output that cannot be sent is replaced by its error.
 
 As before: the answering rank reports its exception and lives on; a utility call (`collective_rpc`
 with all ranks' answers: LoRA, sleep, profile, ...) that fails is its caller's affair; what fails
@@ -37,6 +38,11 @@ while the executor is shutting its workers down ends nothing; SystemExit and Key
 Reference: none found upstream. Releases: v0.26.0, where the code is inside `worker_busy_loop`,
 and v0.30.0, where it is `_execute_worker_rpc`. Ray's `RayWorkerProc` inherits it, and its
 executor watches the actors (every five seconds). Nothing in vllm_gaudi overrides it.
+
+Known limit: a call that all ranks answer and that is no step, such as those of the start-up
+(`determine_available_memory`, warm-up), still waits for rank 0 first: where that one waits in
+turn for a rank that failed, the start hangs. A failing utility call must not end a running
+engine.
 
 Other places with the pattern:
 * Several nodes (`--nnodes`): the executor on a follower node stops that node's workers; the
