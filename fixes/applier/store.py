@@ -233,8 +233,13 @@ class Store:
         """Hold the lock. Waits for another run for so long, then raises :class:`Busy`."""
         descriptor = self._take_lock(time.monotonic() + seconds)
         try:
-            self._furnish()
+            self._furnish(descriptor)
             yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # what was kept for a run that came to nothing
+                if not (self.folder / "journal.json").exists():
+                    self._forget_objects(self.manifest())
+            raise
         finally:
             try:
                 if not _in_use(self.folder):
@@ -245,13 +250,16 @@ class Store:
     def _take_lock(self, deadline: float) -> int:
         path = self.folder / "lock"
         while True:
-            with contextlib.suppress(FileExistsError):
-                _make_folder(self.folder)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    _make_folder(self.folder)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.folder)  # it could be made, but not as it should be
+                raise
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
-                with contextlib.suppress(PermissionError):  # somebody else's, as it should be
-                    os.fchmod(descriptor, 0o600 | 0o060 * _group_writes(self.folder))
             except FileNotFoundError:
                 continue  # a run that reverted removed the folder under us
             except OSError:
@@ -288,7 +296,9 @@ class Store:
             remove_file(self.folder / "lock")
             os.rmdir(self.folder)
 
-    def _furnish(self) -> None:
+    def _furnish(self, lock: int) -> None:
+        with contextlib.suppress(PermissionError):  # somebody else's, as it should be
+            os.fchmod(lock, 0o600 | 0o060 * _group_writes(self.folder))
         with contextlib.suppress(FileExistsError):
             _make_folder(self.folder / "objects")
         ignore = self.folder / ".gitignore"

@@ -137,6 +137,8 @@ def test_a_failing_step_is_rolled_back(scenario: Scenario, code: int) -> None:
         else:
             assert ran.code == 4, (number, ran.err)
             assert now == old, f"changed after a failure at call {number}"
+            kept = broken.snapshot(state=True)
+            assert kept == scenario.world.snapshot(state=True), f"left behind at call {number}"
         again = broken.run(*scenario.words, profile=scenario.profile)
         assert again.code == 0, (number, again.err)
         assert scenario.comparable(broken) == scenario.after

@@ -98,6 +98,18 @@ def test_wrap_moves_a_run_into_a_block() -> None:
     )
 
 
+def test_wrap_with_what_stands_below_the_block() -> None:
+    text = "def f():\n    a()\n    return b()\n"
+    after = edited(
+        lambda code: code.wrap("a()\nreturn ...", "try:", footer="except OSError:\n    return 0"),
+        text,
+    )
+    assert after == (
+        "def f():\n    # fix: a-fix\n    try:\n        a()\n        return b()\n"
+        "    except OSError:\n        return 0\n"
+    )
+
+
 def test_replace_expression_and_keyword_mark_their_statement() -> None:
     def codemod(code: Definition) -> None:
         code.replace_expression("other(row)", "other(row, flag)")
