@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     ports.add_argument(
         "fixes", nargs="*", metavar="FIX", help="all written ones where none is named"
     )
-    ports.add_argument("--profile", required=True, metavar="RELEASE", help="where the fixes are")
+    ports.add_argument(
+        "--profile", metavar="RELEASE", help="where the fixes are (default: the newest with them)"
+    )
     ports.add_argument("--to", type=Path, required=True, metavar="DIR", help="the other packages")
     ports.add_argument(
         "--from", dest="tree", type=Path, metavar="DIR", help="the profile's packages"
@@ -150,17 +152,25 @@ def _recorded(pack: Pack, names: Sequence[str], folder: Path | None) -> Iterator
         yield pack.root / "profiles" / f"{name}.lock", lock.dump()
 
 
+def _profile_with(pack: Pack, fixes: Sequence[str], named: str | None) -> tuple[str, list[str]]:
+    """The profile to port from (the newest that has the fixes, unless named) and what it has."""
+    names = [named] if named else pack.profile_names[::-1]
+    for name in names:
+        entries = pack.profile(name).entries
+        written = [entry.id for entry in entries if entry.id not in pack.unwritten]
+        if set(fixes) <= set(written):
+            return name, written
+    where = f"{named} does not have" if named else "no profile has"
+    raise UsageError(f"{where} all of these as written fixes: {', '.join(fixes)}")
+
+
 def _port(pack: Pack, args: argparse.Namespace) -> int:
     """Exit code 0 when every definition is unchanged, 3 otherwise."""
-    profile = pack.profile(args.profile)
-    written = [entry.id for entry in profile.entries if entry.id not in pack.unwritten]
-    for fix in args.fixes:
-        if fix not in written:
-            raise UsageError(f"{args.profile} has no written fix {fix!r}")
+    name, written = _profile_with(pack, args.fixes, args.profile)
     fixes = pack.fixes(args.fixes or written)
     new = _pristine(args.to)
-    with _packages_of(pack, args.profile, args.tree) as old:
-        found = port(fixes, pack.lock(args.profile), old, new)
+    with _packages_of(pack, name, args.tree) as old:
+        found = port(fixes, pack.lock(name), old, new)
     if args.json:
         print(json.dumps({"schema_version": 1, "sites": [asdict(one) for one in found]}, indent=1))
     for one in [] if args.json else found:

@@ -490,3 +490,15 @@ def test_packages_with_fixes_applied_are_no_release(
     assert cli.main(str(world.pack), ["port", "--profile", "v1.0.0", "--to", applied]) == 2
     said = capsys.readouterr().err
     assert said.count(f"{applied} has fixes applied: give pristine packages") == 2
+
+
+def test_port_takes_the_newest_profile_that_has_the_fix(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(world.site.with_name("other"))
+    words = ["port", "alpha", "--from", other, "--to", str(world.site)]
+    assert cli.main(str(world.pack), words) == 3
+    assert "alpha: changed: vllm/engine.py::Engine.step" in capsys.readouterr().out
+    assert cli.main(str(world.pack), [*words, "--profile", "v1.0.0"]) == 0
+    assert cli.main(str(world.pack), ["port", "nope", "--to", other]) == 2
+    assert "no profile has all of these as written fixes: nope" in capsys.readouterr().err
