@@ -64,3 +64,19 @@ def in_child(run: Callable[[], object]) -> int:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+def killed_after_placing(name: str, run: Callable[[], object]) -> None:
+    """Run in a forked process that is killed as soon as a file of this name is in place."""
+    replace = os.replace
+
+    def placed(old: Any, new: Any) -> None:
+        replace(old, new)
+        if os.path.basename(new) == name:
+            die()
+
+    def until_then() -> None:
+        os.replace = placed  # type: ignore[assignment]
+        run()
+
+    assert in_child(until_then) == -signal.SIGKILL

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from fixes.applier.definitions import fingerprint
-from tests.applier.faults import at_call, die, in_child
+from tests.applier.faults import at_call, killed_after_placing
 from tests.applier.world import ENGINE, FIXES, World
 
 STEP = "    def step(self, request):"
@@ -87,19 +87,7 @@ def test_an_exception_in_one_fix_leaves_all_as_it_was(world: World) -> None:
 
 def test_a_kill_between_two_files_is_settled_by_the_next_look(world: World) -> None:
     before = world.snapshot()
-
-    def run() -> None:
-        real = os.replace
-
-        def once(source: str, target: str) -> None:
-            real(source, target)
-            if str(target).endswith("engine.py"):
-                die()
-
-        os.replace = once  # type: ignore[assignment]
-        world.run()
-
-    assert in_child(run) == -9
+    killed_after_placing("engine.py", world.run)
     assert world.snapshot() != before
     status = world.run("--status", profile=None)
     assert "an interrupted run was rolled back" in status.out

@@ -15,7 +15,7 @@ import pytest
 
 from fixes.applier.files import FileState, sha256, stage_file, temporary_name
 from fixes.applier.store import Store
-from tests.applier.faults import die, in_child
+from tests.applier.faults import in_child, killed_after_placing
 from tests.applier.world import World
 
 STATE = Path("vllm") / ".gaudi-fix-pack"
@@ -235,36 +235,14 @@ def test_an_owner_without_a_number_here_is_no_obstacle(
 
 def test_bytecode_compiled_after_a_kill_is_no_obstacle(world: World) -> None:
     before = world.snapshot(times=True)
-    replace = os.replace
-
-    def killed() -> None:
-        def stop(old: Any, new: Any) -> None:
-            replace(old, new)
-            if str(new).endswith("engine.py"):
-                die()
-
-        os.replace = stop  # type: ignore[assignment]
-        world.run()
-
-    assert in_child(killed) == -9
+    killed_after_placing("engine.py", world.run)
     bytecode(world).write_bytes(b"compiled by a server that was started")
     assert world.run("--status", profile=None).code == 0
     assert world.snapshot(times=True) == before
 
 
 def test_nothing_is_rolled_back_over_somebody_s_edit(world: World) -> None:
-    replace = os.replace
-
-    def killed() -> None:
-        def stop(old: Any, new: Any) -> None:
-            replace(old, new)
-            if str(new).endswith("runner.py"):
-                die()
-
-        os.replace = stop  # type: ignore[assignment]
-        world.run()
-
-    assert in_child(killed) == -9
+    killed_after_placing("runner.py", world.run)
     runner = world.site / "vllm_gaudi" / "runner.py"
     runner.write_text("# by hand\n")
     before = world.snapshot(times=True)
