@@ -18,7 +18,7 @@ from typing import Any
 from fixes.applier import provision
 from fixes.applier.digest import VERSION, digest
 from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
-from fixes.applier.files import FileState, hard_links, read_file, remove_file, sha256
+from fixes.applier.files import FileState, hard_links, remove_file, sha256
 from fixes.applier.fix import LoadedFix
 from fixes.applier.locate import Package, find_packages, release_differs, require_packages
 from fixes.applier.pack import Pack
@@ -162,7 +162,7 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
         changed = [
             str(store.locate(path))
             for path, entry in (manifest.files if manifest else {}).items()
-            if entry.applied is not None and _hash_of(store, path) != entry.applied.sha256
+            if entry.applied is not None and store.hash_of(path) != entry.applied.sha256
         ]
         if not changed:
             break
@@ -528,11 +528,6 @@ def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Pac
     if not packages:
         require_packages([pins[0].name], packages, site_packages)
     return Store(packages), packages
-
-
-def _hash_of(store: Store, path: str) -> str | None:
-    found = read_file(store.locate(path))
-    return found[0].sha256 if found else None
 
 
 def _limited(

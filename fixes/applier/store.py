@@ -152,6 +152,11 @@ class Store:
         """A file as it is on disk."""
         return read_file(self.locate(path))
 
+    def hash_of(self, path: str) -> str | None:
+        """The hash of a file as it is on disk; None where there is none."""
+        found = self.read(path)
+        return found[0].sha256 if found else None
+
     def object(self, digest: str) -> bytes:
         """Kept content, checked by its hash."""
         found = read_file(self.folder / "objects" / digest)
@@ -328,17 +333,14 @@ class Store:
         Whatever a change or the manifest restores must be kept before. Raises
         :class:`CannotWrite` after a roll-back.
         """
-        before = self.manifest()
         for change in changes:
-            found = self.read(change.path)
-            now = found[0].sha256 if found else None
+            now = self.hash_of(change.path)
             if now != (change.old and change.old.sha256) and not change.path.endswith(".pyc"):
                 raise ImageMismatch(
                     f"{self.locate(change.path)}: was changed while the run was being prepared;"
                     " nothing is written; run it again"
                 )
         journal = {
-            "from": before.transaction if before else None,
             "to": manifest.transaction if manifest else None,
             "changes": [
                 {"path": c.path, "old": c.old and asdict(c.old), "new": c.new and asdict(c.new)}
@@ -413,8 +415,7 @@ class Store:
         strange = []
         wanted = []
         for change in changes:
-            found = self.read(change.path)
-            now = found[0].sha256 if found else None
+            now = self.hash_of(change.path)
             if now == (change.old and change.old.sha256):
                 continue
             # Bytecode that is neither was compiled by whoever imported the half-written package.

@@ -29,7 +29,6 @@ class Scenario:
         self.profile = None if name == "revert" else "v1.0.0"
         if first:
             assert world.run(*first).code == 0
-        self.before = world.snapshot(times=True)
         self.world = world
         self.folder = folder
         self.copies = 0
