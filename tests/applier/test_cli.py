@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fixes.applier import cli, errors, fast, runner, store
+from fixes.applier import cli, errors, fast, runner
 from fixes.applier.digest import VERSION
 from tests.applier.command import install_command, run_command
 from tests.applier.world import Ran, World
@@ -180,10 +180,6 @@ def test_the_fast_path_reports_what_the_full_one_does(
     for found in (quick, full):
         del found["milliseconds"]
     assert quick == full
-
-
-def test_both_paths_know_the_state_folder_by_the_same_name() -> None:
-    assert fast.STATE_FOLDER == store.STATE_FOLDER
 
 
 def test_the_list_as_a_document(world: World) -> None:
