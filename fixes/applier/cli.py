@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -42,10 +43,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(text)
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,11 +180,15 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
         for note in result.notes:
             print(f"{PREFIX} {note}", file=sys.stderr)
         return None
-    command = "revert" if args.revert else "status" if args.status else "apply"
-    document = _document(pack, command, result)
+    document = _document(pack, _command(args), result)
     if args.diff:
         document["diff"] = "".join(_diff(result))
     return document
+
+
+def _command(args: argparse.Namespace) -> str:
+    named = ("list", "explain", "status", "revert")
+    return next((name for name in named if getattr(args, name)), "apply")
 
 
 def _refuse(args: argparse.Namespace, option: str, *others: str) -> None:
@@ -384,8 +389,10 @@ def _failed(error: BaseException, code: int, args: argparse.Namespace, started: 
     if args.json:
         document: dict[str, Any] = {
             "schema_version": report.SCHEMA_VERSION,
+            "command": _command(args),
             "pack": {"version": VERSION},
             "profile": args.profile or "",
+            "dry_run": args.dry_run or args.diff,
             "error": {"kind": type(error).__name__, "message": str(error)},
             "exit_code": code,
         }

@@ -396,6 +396,13 @@ def _outcome(
     pristine = _Pristine(store, before, sorted(known | set(before.fixes if before else ())))
     planned = make_plan(fixes, lock, pristine)
     outcome = _changes(store, before, planned, pristine)
+    outcome.notes += [
+        f"{store.locate(file.path)}: not the file of {selection.profile.name}, but different only"
+        " outside of the definitions that are rewritten"
+        for file in planned
+        if file.pristine
+        and sha256(file.pristine) != lock.files.get(file.path, sha256(file.pristine))
+    ]
     packages = {
         package.name: {
             "folder": str(package.folder),
@@ -629,7 +636,8 @@ def _check_writable(store: Store, changes: Sequence[Change]) -> None:
     folders = {*own, *(store.locate(change.path).parent for change in changes)}
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
-        raise CannotWrite(f"no permission to write in {', '.join(refused)}; {_CANNOT_WRITE}")
+        where = "\n".join(f"no permission to write in {folder}" for folder in refused)
+        raise CannotWrite(f"{where}\n{_CANNOT_WRITE}")
 
 
 def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:
@@ -663,7 +671,7 @@ def _limited(
         )
         for fix in fixes
     ]
-    return [fix for fix in limited if fix.sites], Lock(lock.profile, sites)
+    return [fix for fix in limited if fix.sites], Lock(lock.profile, sites, lock.files)
 
 
 def _fits(pack: Pack, name: str, store: Store) -> bool:
