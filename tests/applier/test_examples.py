@@ -215,32 +215,19 @@ def test_the_dry_run_job(release: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", ["v0.26.0"], indirect=True)
-def test_the_drift_job_finds_none_in_the_release_and_says_what_differs_in_a_branch(
+def test_the_drift_job_says_what_differs_in_a_branch(
     release: str, trees: Trees, tmp_path: Path
 ) -> None:
-    checkout = tmp_path / "checkout"
-    stock = trees.stock(release).path
-    # As `git clone` would: the release's own package, then one in which a definition has changed.
-    for changed in (False, True):
-        shutil.rmtree(checkout, ignore_errors=True)
-        branch = checkout / "branch"
-        shutil.copytree(stock / "vllm_gaudi", branch / "vllm_gaudi")
-        (branch / "pyproject.toml").write_text(
-            '[project]\nname = "vllm-gaudi"\nversion = "0.26.0"\n'
-        )
-        if changed:
-            path = branch / "vllm_gaudi" / "v1" / "worker" / "hpu_input_batch.py"
-            text = path.read_text()
-            path.write_text(text.replace("def make_selective_sampling_metadata(", "def other("))
-        for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"):
-            (tmp_path / name).unlink(missing_ok=True)
-        told = run_steps("drift", release, tmp_path, without=("git clone",))
-        assert told["GITHUB_OUTPUT"] == f"code={3 if changed else 0}\n"
-        title = told["GITHUB_STEP_SUMMARY"].splitlines()[0]
-        assert re.match(rf"# {release}: {'[1-9]' if changed else '0'}\d* of \d+ definitions", title)
-        if changed:
-            row = (
-                "`vllm_gaudi/v1/worker/hpu_input_batch.py::InputBatch.make_selective_sampling_meta"
-            )
-            assert row in told["GITHUB_STEP_SUMMARY"]
-            json.dumps(told)
+    branch = tmp_path / "checkout" / "branch"  # as `git clone` would leave it
+    shutil.copytree(trees.stock(release).path / "vllm_gaudi", branch / "vllm_gaudi")
+    project = '[project]\nname = "vllm-gaudi"\nversion = "0.26.0"\n'
+    (branch / "pyproject.toml").write_text(project)
+    path = branch / "vllm_gaudi" / "v1" / "worker" / "hpu_input_batch.py"
+    renamed = path.read_text().replace("def make_selective_sampling_metadata(", "def other(")
+    path.write_text(renamed)
+    told = run_steps("drift", release, tmp_path, without=("git clone",))
+    assert told["GITHUB_OUTPUT"] == "code=3\n"
+    title, *rows = told["GITHUB_STEP_SUMMARY"].splitlines()
+    assert re.match(rf"# {release}: \d+ of \d+ definitions differ in vllm .* vllm_gaudi", title)
+    site = "hpu_input_batch.py::InputBatch.make_selective_sampling_metadata` | gone"
+    assert any(site in row for row in rows)
