@@ -1,12 +1,13 @@
-"""gather-logprobs-int32: the two functions themselves, with a record of the operations they run."""
+"""gather-logprobs-int32: the two functions, with a record of what they run, and the engine.
+
+The functions are called in the engine's process, where the model runner can be imported.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support import standin
-
-pytestmark = pytest.mark.needs("torch", "vllm_gaudi")
+pytestmark = pytest.mark.needs("engine")
 
 VOCABULARY = 50
 
@@ -23,12 +24,11 @@ def of_the_prompt(logprobs, num_logprobs, token_ids):
     return HPUModelRunner._gather_prompt_logprobs_hpu(None, logprobs, num_logprobs, token_ids)
 
 
-both = pytest.mark.parametrize("gather", [sampled, of_the_prompt])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _modules():
-    standin.install()
+def both(test):
+    """Run a test on both functions."""
+    return pytest.mark.level("class")(
+        pytest.mark.parametrize("gather", [sampled, of_the_prompt])(test)
+    )
 
 
 def inputs(rows, seed=0):
@@ -108,17 +108,18 @@ def test_same_values_shapes_and_types(gather, num_logprobs, rows):
         assert int(found.selected_token_ranks[row]) == above
 
 
-def test_large_vocabulary_ids_are_kept(monkeypatch):
+@both
+def test_large_vocabulary_ids_are_kept(gather):
     """Ids of real vocabularies (over 2**16) pass the narrower type."""
     import torch
 
     logprobs = torch.zeros(1, 300_000)
     logprobs[0, 299_999] = 1.0
     ids = torch.tensor([262_143])
-    for gather in (sampled, of_the_prompt):
-        assert gather(logprobs, 1, ids).logprob_token_ids.tolist() == [[262_143, 299_999]]
+    assert gather(logprobs, 1, ids).logprob_token_ids.tolist() == [[262_143, 299_999]]
 
 
+@pytest.mark.level("class")
 def test_the_sampler_insists_on_64_bit_ids():
     """`torch.gather` needs them as its index; the check in front of it stays."""
     logprobs, ids = inputs(2)
@@ -126,11 +127,46 @@ def test_the_sampler_insists_on_64_bit_ids():
         sampled(logprobs, 1, ids.int())
 
 
-def test_is_installed_as_the_samplers_own(monkeypatch):
+# --- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torn(monkeypatch):
+    """A device on which joining 64-bit ids goes wrong, as on a card in lazy mode."""
+    import torch
+
+    whole = torch.cat
+
+    def cat(tensors, *args, **kwargs):
+        result = whole(tensors, *args, **kwargs)
+        return -1 - result if result.dtype == torch.int64 and result.dim() == 2 else result
+
+    monkeypatch.setattr(torch, "cat", cat)
+
+
+@pytest.mark.red(r"assert \{.*\} == |OverflowError: out of range integral type conversion attempted")
+@pytest.mark.parametrize("which", ["logprobs", "prompt_logprobs"])
+def test_a_device_that_cannot_join_64_bit_ids(engines, words, torn, which):
+    """The ids that a user gets are tokens: the chosen one first among them."""
+    from vllm import SamplingParams
+
+    engine = engines(model="dense", asynchronous=True)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, **{which: 3})
+    (output,) = engine.generate([words(70, 9)], params)
+    if which == "logprobs":
+        chosen, found = output.outputs[0].token_ids, output.outputs[0].logprobs
+    else:
+        chosen, found = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    assert len(found) == len(chosen)
+    for token, position in zip(chosen, found, strict=True):
+        assert {t: e.decoded_token for t, e in position.items()} == {t: f"w{t}" for t in position}
+        assert token in position
+
+
+def test_the_function_is_the_samplers_own(engines):
     """vllm_gaudi looks at the text of vLLM's function before it replaces it: still found."""
+    engines(model="dense", asynchronous=True)
     from vllm.v1.sample.sampler import Sampler
     from vllm_gaudi import patches
 
-    monkeypatch.setattr(Sampler, "gather_logprobs", Sampler.gather_logprobs)
-    patches._patch_gather_logprobs()
     assert Sampler.gather_logprobs is patches._hpu_gather_logprobs
