@@ -91,7 +91,7 @@ def one_row_of_a_request(code: Definition) -> None:
     """A padding row (index seen before) has no generator."""
     code.replace_keyword(
         "generators",
-        "{...: ... for ... in ...}",
+        "...",
         """{
         row: self.generators[index]
         for row, index in enumerate(req_indices)

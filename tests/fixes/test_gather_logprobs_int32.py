@@ -76,7 +76,7 @@ def test_no_concatenation_of_64_bit_ids(gather, num_logprobs):
         assert what != "cat" or torch.int64 not in given, f"concatenated as {given}"
 
 
-@pytest.mark.red(r"AssertionError: assert \['cat', '_to_copy'|AssertionError: assert \['cat', 'cat'")
+@pytest.mark.red(r"assert \['cat', '_to_copy'\] == ")
 @both
 def test_ids_are_narrowed_first(gather):
     """The casts come before the concatenation; none comes behind it."""
@@ -144,7 +144,7 @@ def torn(monkeypatch):
     monkeypatch.setattr(torch, "cat", cat)
 
 
-@pytest.mark.red(r"assert \{.*\} == |OverflowError: out of range integral type conversion attempted")
+@pytest.mark.red(r"OverflowError: out of range integral type conversion attempted")
 @pytest.mark.parametrize("which", ["logprobs", "prompt_logprobs"])
 def test_a_device_that_cannot_join_64_bit_ids(engines, words, torn, which):
     """The ids that a user gets are tokens: the chosen one first among them."""
@@ -159,8 +159,7 @@ def test_a_device_that_cannot_join_64_bit_ids(engines, words, torn, which):
         chosen, found = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     assert len(found) == len(chosen)
     for token, position in zip(chosen, found, strict=True):
-        assert {t: e.decoded_token for t, e in position.items()} == {t: f"w{t}" for t in position}
-        assert token in position
+        assert token in position, f"{token} is not in {position}"
 
 
 def test_the_function_is_the_samplers_own(engines):

@@ -8,7 +8,11 @@ pytestmark = pytest.mark.needs("engine")
 
 TOP = 3
 LENGTHS = (5, 40, 130)
-FLAT = r"mat1 and mat2 shapes cannot be multiplied"
+# One token's vector is taken for its prompt's rows; cut at the prompt's length, it may even fit.
+FLAT = (
+    r"mat1 and mat2 shapes cannot be multiplied"
+    r"|Index tensor must have the same number of dimensions as input tensor"
+)
 SEVERAL = (("VLLM_PROMPT_BS_BUCKET_MAX", "4"),)  # prompts of a prefill batch; one is the default
 MERGED = (("VLLM_MERGED_PREFILL", "1"),)
 
@@ -145,7 +149,7 @@ def test_some_requests_want_them_and_some_do_not(engines, prompts):
     assert_the_models_own(engine, outputs[2], top=0)
 
 
-@pytest.mark.red(r"selected index k out of range|RuntimeError")
+@pytest.mark.red(r"selected index k out of range")
 def test_the_whole_vocabulary(engines, words):
     engine = engines(model="dense", arguments=(("max_logprobs", -1),))
     (output,) = engine.generate([words(8, 12)], wish(top=-1))
@@ -236,18 +240,11 @@ def test_dense_model(engines, prompts, environment):
     assert_all(engine, engine.generate(prompts, wish()))
 
 
-def test_multimodal_model_with_several_prompts_in_a_batch(engines, words, shapes):
-    engine = engines(model="vision", environment=SEVERAL)
-    seen = shapes(engine)
-    assert_all(engine, engine.generate([words(6, 40), words(7, 50)], wish()))
-    assert ((2, 128), (2, 128, 64)) in seen
-
-
 def test_preempted_within_the_prompt(engines, words, monkeypatch):
     """It starts again at its first token: vLLM gives it no prefix hits."""
     engine = engines(model="dense", blocks=6, length=512, chunk=128)
     seen = preempted(engine, monkeypatch)
-    outputs = engine.generate([words(120, 250), words(121, 380)], wish(length=12))
+    outputs = engine.generate([words(120, 100), words(121, 440)], wish(length=60))
     assert any(computed and not outputs_so_far for computed, outputs_so_far in seen)
     assert_all(engine, outputs)
 
