@@ -63,6 +63,4 @@ def sampled_ids(code: Definition) -> None:
 )
 def prompt_ids(code: Definition) -> None:
     """Concatenation and cast are one expression here."""
-    code.replace_expression(
-        "torch.cat((token_ids, topk_indices), dim=1).to(torch.int32)", NARROWED
-    )
+    code.replace_expression("torch.cat((token_ids, topk_indices), dim=1).to(torch.int32)", NARROWED)

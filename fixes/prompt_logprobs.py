@@ -72,7 +72,8 @@ def rows_of_a_prompt(code: Definition) -> None:
             # batch is one row of prompts without padding between them.
             first_row = i * token_ids.shape[-1]
             if self.use_merged_prefill:
-                first_row = sum(scheduler_output.num_scheduled_tokens[before] for before in req_id[:i])
+                scheduled = scheduler_output.num_scheduled_tokens
+                first_row = sum(scheduled[before] for before in req_id[:i])
             prefill_hidden_states_for_logprobs[rid] = \\
                 non_flattened_hidden_states.flatten(0, -2)[first_row:]
             """,

@@ -7,9 +7,9 @@ chunks. In lazy mode the first request with a seed ends the process with a segme
 Why, in three places:
 * `_update_states` makes the request's `torch.Generator` on the device, and vLLM's `random_sample`
   fills one row of a tensor in place with it. In lazy mode that crashes the process.
-* The rows of a sampling call are padded with copies of row 0, and `make_selective_sampling_metadata`
-  gives the copies row 0's generator too. One generator then draws once a copy in each step, so
-  what it draws next depends on the bucket.
+* The rows of a sampling call are padded with copies of row 0, and
+  `make_selective_sampling_metadata` gives the copies row 0's generator too. One generator then
+  draws once a copy in each step, so what it draws next depends on the bucket.
 * Under async scheduling an incomplete prompt is sampled and the token is thrown away, but the
   generator has drawn for it. vLLM sets the generators of such rows back; the Gaudi runner does not.
 
@@ -25,8 +25,9 @@ compiles it.
 For the same seed the tokens are others than those of a card's own generator.
 
 Reference: vLLM's `_bookkeeping_sync` (the draws that it takes back). The Gaudi fork of vLLM had
-the crash: HabanaAI/vllm-fork #183, #246, #627, #773, #924. Release: v0.26.0 only; on v0.30.0, the
-published recipes give, a seeded request has the same text in compile mode.
+the crash: HabanaAI/vllm-fork #183, #246, #627, #773, #924. Release: v0.26.0 only. The
+code of v0.30.0 is the same; there a seeded request has the same text in compile mode according to
+the published recipes, which leave this fix out.
 
 Other places with the pattern:
 * vLLM's `forward_cpu` has the same loop: left, the Gaudi platform uses `forward_native`.
@@ -63,9 +64,7 @@ FIX = Fix(
 @site(RUNNER, "HPUModelRunner._update_states")
 def generator_on_the_cpu(code: Definition) -> None:
     """The only place where the runner makes one."""
-    code.replace_expression(
-        "torch.Generator(device=self.device)", 'torch.Generator(device="cpu")'
-    )
+    code.replace_expression("torch.Generator(device=self.device)", 'torch.Generator(device="cpu")')
 
 
 @site("vllm/v1/sample/ops/topk_topp_sampler.py", "random_sample")

@@ -20,9 +20,7 @@ MERGED = (("VLLM_MERGED_PREFILL", "1"),)
 def wish(top=TOP, length=2):
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=0.0, max_tokens=length, ignore_eos=True, prompt_logprobs=top
-    )
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, prompt_logprobs=top)
 
 
 @pytest.fixture
@@ -55,6 +53,7 @@ def assert_the_models_own(engine, output, top=TOP, **inputs):
     bfloat16 sends a token to another expert now and then: one position in ten may be off.
     """
     import torch
+
     from tests.emulation import reference
 
     prompt, found = list(output.prompt_token_ids), output.prompt_logprobs

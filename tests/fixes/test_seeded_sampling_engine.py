@@ -28,6 +28,7 @@ def run(engine, *requests):
 
 def assert_picked(engine, requests, answers):
     import torch
+
     from tests.emulation import reference
 
     for (prompt, seed), answer in zip(requests, answers, strict=True):
