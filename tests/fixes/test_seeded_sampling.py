@@ -62,7 +62,7 @@ def probabilities(name, step):
     """What the model says to a request at a step of its own."""
     import torch
 
-    source = torch.Generator().manual_seed(hash((len(name), name[-1], step)) % 2**31)
+    source = torch.Generator().manual_seed(1000 * int(name[1:]) + step)
     return torch.randn(VOCABULARY, generator=source).softmax(-1)
 
 
@@ -133,7 +133,7 @@ def test_any_batch_and_any_call_against_each_request_alone(module, batch):
                 assert tokens[name] == alone(seeds[name], seen[name]), f"{name} is not as alone"
 
 
-@pytest.mark.red(r"Expected a 'meta' device type for generator but found 'cpu'")
+@pytest.mark.red(r"\('meta', torch.float(32|64), True\)|Expected a 'meta' device type")
 @pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
 def test_a_generator_draws_where_it_is(module, wide):
     """The probabilities are on another device ("meta": it computes shapes and types only)."""
