@@ -133,7 +133,7 @@ def test_any_batch_and_any_call_against_each_request_alone(module, batch):
                 assert tokens[name] == alone(seeds[name], seen[name]), f"{name} is not as alone"
 
 
-@pytest.mark.red(r"\('meta', torch.float(32|64), True\)|Expected a 'meta' device type")
+@pytest.mark.red(r"generator is not supported in refs")  # torch's words: not on "meta"
 @pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
 def test_a_generator_draws_where_it_is(module, wide):
     """The probabilities are on another device ("meta": it computes shapes and types only)."""
