@@ -239,15 +239,6 @@ def test_dense_model(engines, prompts, environment):
     assert_all(engine, engine.generate(prompts, wish()))
 
 
-def test_preempted_within_the_prompt(engines, words, monkeypatch):
-    """It starts again at its first token: vLLM gives it no prefix hits."""
-    engine = engines(model="dense", blocks=6, length=512, chunk=128)
-    seen = preempted(engine, monkeypatch)
-    outputs = engine.generate([words(120, 100), words(121, 440)], wish(length=60))
-    assert any(computed and not outputs_so_far for computed, outputs_so_far in seen)
-    assert_all(engine, outputs)
-
-
 def test_prefix_hits(engines, words):
     """A request that wants them computes its whole prompt, as in vLLM."""
     engine = engines(model="dense", prefix_caching=True)
