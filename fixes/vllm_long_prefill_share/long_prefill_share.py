@@ -21,10 +21,6 @@ SHARE = "VLLM_LONG_PREFILL_SHARE"
 MIN_TOKENS = "VLLM_LONG_PREFILL_MIN_TOKENS"
 ASYNC = "VLLM_LONG_PREFILL_SHARE_ASYNC"
 
-# What is owed is paid in whole steps, and under async scheduling one more is under way when that
-# is seen. So much is kept as credit, or the long prompts would fall short of their share.
-CREDIT_STEPS = 2
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -90,12 +86,8 @@ class _Step:
 
     output: object
     scheduled_at: float  # seconds of the clock
-    long: bool  # it has a chunk of a long prompt
-    contended: bool  # and somebody was decoding
-
-    @property
-    def charged(self) -> bool:
-        return self.long and self.contended
+    charged: bool  # it has a chunk of a long prompt, and somebody was decoding
+    held: bool  # a long prompt sat it out
 
 
 class LongPrefillShare:
@@ -145,8 +137,8 @@ class LongPrefillShare:
     def scheduled(self, output: Any) -> None:
         """A step has been put together: remember what it is until it is complete."""
         scheduled = output.num_scheduled_tokens
-        is_long = any(request_id in scheduled for request_id in self._long)
-        step = _Step(output, self.clock(), is_long, bool(self._contended))
+        charged = bool(self._contended) and any(name in scheduled for name in self._long)
+        step = _Step(output, self.clock(), charged, self._held)
         self._in_flight.append(step)
         if self._held and not scheduled:
             self.owed = 0.0  # nobody could run after all (no memory): nothing to hold for
@@ -166,13 +158,15 @@ class LongPrefillShare:
         idle, took = began - self._last_completed, now - began
         self._last_completed = now
         if self.owed > 0:
-            self.owed = max(0.0, self.owed - idle)
+            others = idle if step.charged or step.held else idle + took
+            self.owed = max(0.0, self.owed - others)
         if step.charged:
             # A credit is worth one chunk at most, so it never buys more than one.
             self.owed = max(0.0, max(self.owed, -took) + took * self._price)
-        else:
-            credit = 0.0 if step.long else CREDIT_STEPS * took
-            self.owed = max(self.owed - took, -credit)
+        elif step.held:
+            # Paid in whole steps, one of them under way when it is enough (async scheduling):
+            # without a credit for the rest the long prompts would fall short of their share.
+            self.owed -= took
 
     def _decodes(self, request: Any) -> bool:
         """Whether the request gets a token in this step, and not one of its prompt.
