@@ -5,6 +5,8 @@ Eight streams decode as a long prompt comes. The times of a step are those of th
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.support import standin
@@ -299,7 +301,7 @@ def test_held_no_longer_than_it_owes(busy, ask, asynchronous, share):
     engine.add("long", 60_000, tokens=1)
     first_token(engine, "long")
     chunks = [step for step in engine.steps if is_long(step)]
-    for one, next_one in zip(chunks, chunks[1:], strict=False):
+    for one, next_one in pairwise(chunks):
         price = one.seconds * (1 - share) / share
         assert next_one.begin - one.end < price + (1 + asynchronous) * DECODE_SECONDS + 1e-6
 

@@ -9,8 +9,8 @@ from tests.support.scheduling import Engine, Setup
 HELD = r"AssertionError: the long prompt had a chunk in each of its \d+ steps"
 
 
-def held_steps(steps, name):
-    """Of the steps from a request's first chunk to its last, how many have none, and all."""
+def held_steps(steps):
+    """Of the steps from a prompt's first chunk to its last, how many have none, and all."""
     places = [place for place, chunk in enumerate(steps) if chunk]
     steps = steps[places[0] : places[-1] + 1]
     return sum(not chunk for chunk in steps), len(steps)
@@ -34,7 +34,7 @@ def test_gaudi_s_scheduler_class(tmp_path, monkeypatch):
     engine.add("long", 100_000, tokens=1)
     engine.run(lambda: "long" in engine.streams and bool(engine.streams["long"].tokens))
     steps = [step.chunk_of("long") for step in engine.steps]
-    held, among = held_steps(steps, "long")
+    held, among = held_steps(steps)
     assert held, f"the long prompt had a chunk in each of its {among} steps"
     charged = sum(step.seconds for step in engine.steps if step.chunk_of("long"))
     assert charged / (engine.now - begin) == pytest.approx(0.5, abs=0.05)
@@ -67,5 +67,5 @@ def test_engine(engines, words, asynchronous):
     finally:
         del engine.scheduler.schedule
     assert together == alone
-    held, among = held_steps(chunks, "long")
+    held, among = held_steps(chunks)
     assert held, f"the long prompt had a chunk in each of its {among} steps"

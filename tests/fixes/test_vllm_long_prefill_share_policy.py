@@ -114,9 +114,7 @@ def test_value_that_makes_no_sense(environment, name, text, what):
 
 def scheduler(asynchronous=False, pipeline=1, data=1):
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=pipeline, data_parallel_size=data
-        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=data),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
         max_model_len=4096,
     )

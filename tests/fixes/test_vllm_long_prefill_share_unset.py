@@ -55,9 +55,7 @@ def run(folder, seed, asynchronous, scheduler_class=None):
     for name in names:
         prompt = dice.choice([5, 40, 150, 250])
         tokens = dice.randrange(1, 60)
-        engine.add(
-            name, prompt, tokens=tokens, at=dice.random() * 2, priority=dice.randrange(3)
-        )
+        engine.add(name, prompt, tokens=tokens, at=dice.random() * 2, priority=dice.randrange(3))
     aborted = {dice.randrange(80): dice.choice(names) for _ in range(4)}
     for number in range(3000):
         if aborted.get(number) in engine.scheduler.requests:
