@@ -163,19 +163,10 @@ def overhead(folder: Path, stock: Any, long_prompts: str) -> list[float]:
     256 requests decode. With "one held" the fixed scheduler has a long prompt as well, which sits
     out each of these steps.
     """
-    sides = []
-    for scheduler_class in (stock[1], None):
-        set_share(0.5 if long_prompts == "nobody" else 1e-6, 1000)
-        setup = Setup(asynchronous=True, blocks=20_000, block_size=128, sequences=300)
-        engine = Engine(folder, setup, scheduler_class=scheduler_class)
-        for number in range(REQUESTS):
-            engine.add(f"request {number}", 100, tokens=100_000)
-        engine.run(lambda e=engine: all_decode(e))  # type: ignore[misc]
-        if scheduler_class is None and long_prompts == "one held":
-            engine.add("long", 100_000, tokens=1)
-            engine.run(lambda e=engine: e.steps[-1].chunk_of("long") > 0)  # type: ignore[misc]
-            engine.run(lambda e=engine, n=len(engine.steps): len(e.steps) > n + 3)  # type: ignore[misc]
-        sides.append((engine, timed(engine.scheduler)))
+    held = long_prompts == "one held"
+    set_share(1e-6 if held else 0.5, 1000)
+    engines = [many(folder, stock[1]), many(folder, None, held)]
+    sides = [(engine, timed(engine.scheduler)) for engine in engines]
     seconds: tuple[list[float], list[float]] = ([], [])
     for round_ in range(ROUNDS):
         for side in (0, 1) if round_ % 2 else (1, 0):
@@ -189,10 +180,19 @@ def overhead(folder: Path, stock: Any, long_prompts: str) -> list[float]:
     return [*map(statistics.median, seconds), statistics.median(ratios)]
 
 
-def all_decode(engine: Engine) -> bool:
-    """Whether every request has its first token."""
-    streams = engine.streams.values()
-    return len(streams) == REQUESTS and all(stream.tokens for stream in streams)
+def many(folder: Path, scheduler_class: Any, held: bool = False) -> Engine:
+    """An engine in which so many requests decode; a long prompt may have had its first chunk."""
+    setup = Setup(asynchronous=True, blocks=20_000, block_size=128, sequences=300)
+    engine = Engine(folder, setup, scheduler_class=scheduler_class)
+    for number in range(REQUESTS):
+        engine.add(f"request {number}", 100, tokens=100_000)
+    streams = engine.streams
+    engine.run(lambda: len(streams) == REQUESTS and all(s.tokens for s in streams.values()))
+    if held:
+        engine.add("long", 100_000, tokens=1)
+        engine.run(lambda: engine.steps[-1].chunk_of("long") > 0)
+        engine.step()
+    return engine
 
 
 def timed(scheduler: Any) -> list[float]:
@@ -268,8 +268,7 @@ def picture(speed: dict[str, list[float]]) -> str:
             color = ("#c0392b", "#2471a3")[number % 2]
             points = " ".join(place(i + 0.5, rate) for i, rate in enumerate(rates))
             yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-            x = left + 160 * number
-            yield f'<text x="{x}" y="{top + height + 42}" fill="{color}">{name}</text>'
+            yield f'<text x="{left + 160 * number}" y="{top + height + 42}" fill="{color}">{name}</text>'
         yield "</svg>"
 
     return "\n".join(lines()) + "\n"
