@@ -268,7 +268,8 @@ def picture(speed: dict[str, list[float]]) -> str:
             color = ("#c0392b", "#2471a3")[number % 2]
             points = " ".join(place(i + 0.5, rate) for i, rate in enumerate(rates))
             yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-            yield f'<text x="{left + 160 * number}" y="{top + height + 42}" fill="{color}">{name}</text>'
+            corner = f'x="{left + 160 * number}" y="{top + height + 42}"'
+            yield f'<text {corner} fill="{color}">{name}</text>'
         yield "</svg>"
 
     return "\n".join(lines()) + "\n"

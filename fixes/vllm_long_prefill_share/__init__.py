@@ -22,6 +22,7 @@ no sense stops the start. Unset, or 1, is the stock schedule.
 
 The scheduler asks only about requests that still have prompt left, and looks for somebody who
 decodes at the first long one: what it costs where there is none is two clock readings a step.
+Measured in docs/long-prefill-share.md.
 
 Reference: https://github.com/vllm-project/vllm/issues/54919 asks for it.
 
