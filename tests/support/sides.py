@@ -1,0 +1,87 @@
+"""Tensors that know whether they are on the device, for tests of single classes on a CPU.
+
+On the emulated device a tensor's own ``device`` says ``cpu``. Within ``Sides()`` what is made on
+``hpu`` or moved there is ``OnDevice``, what is moved to the CPU is not, and what is computed is
+where its arguments are. The device here computes a little differently and rounds by cutting off,
+so that equal bits show where something was computed; what it cannot do with a static shape is an
+error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device as default_device
+
+_COMPUTED = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("cos", "sin", "pow", "__rpow__", "exp", "einsum", "outer", "div", "mul")
+    if hasattr(owner, name)
+}
+_DYNAMIC = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("nonzero", "masked_select", "masked_scatter_", "unique", "argwhere")
+    if hasattr(owner, name)
+}
+_READ = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__}
+
+
+class DynamicShape(Exception):
+    """An operation whose result's shape, or whose work, depends on the device's data."""
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute, and go wrong where the device would."""
+        kwargs = kwargs or {}
+        masked = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and (
+            getattr(args[1], "dtype", None) == torch.bool
+        )
+        if func in _DYNAMIC or masked:
+            raise DynamicShape(getattr(func, "__name__", str(func)))
+        if func in _READ:
+            raise DynamicShape(f"read on the host: {func.__name__}")
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.Tensor.cpu:
+            return result.as_subclass(torch.Tensor)
+        if func in _COMPUTED and result.is_floating_point():
+            return torch.nextafter(result, torch.full_like(result, torch.inf))
+        if func is torch.Tensor.to and (args[0].dtype, result.dtype) == (
+            torch.float32,
+            torch.bfloat16,
+        ):
+            cut = args[0].as_subclass(torch.Tensor).view(torch.int32) & ~0xFFFF
+            return cut.view(torch.float32).to(torch.bfloat16).as_subclass(OnDevice)
+        return result
+
+
+class Sides(TorchFunctionMode):
+    """Where tensors are made and moved."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Make the result of a constructor or a transfer what it is."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        device = kwargs.get("device")
+        if func is torch.Tensor.to:
+            named = [value for value in args[1:] if isinstance(value, (str, torch.device))]
+            device = named[0] if named else device
+        elif func in default_device._device_constructors():
+            device = device or default_device.CURRENT_DEVICE or "cpu"
+        else:
+            return result
+        if device is None:
+            return result
+        kind = OnDevice if torch.device(device).type == "hpu" else torch.Tensor
+        return result.as_subclass(kind)
