@@ -19,7 +19,7 @@ kinds = pytest.mark.parametrize("kind", ["mask", "index"])
 
 @pytest.fixture(scope="module")
 def merge():
-    standin.install()
+    standin.device()
     return importlib.import_module("vllm_gaudi.models.utils")._merge_multimodal_embeddings
 
 
@@ -88,16 +88,15 @@ def test_mask_is_merged_by_one_index_copy(merge, ops, shape):
 @shapes
 @pytest.mark.red(r"DynamicShape: masked_scatter_")
 def test_no_dynamic_shape_on_the_device(merge, shape):
+    """All is on the device, as where the runner calls the model."""
     import torch
 
-    from tests.support.sides import OnDevice
+    from tests.support.sides import OnDevice, Sides
 
     inputs, items, expected = case(shape)
-    merged = merge(
-        inputs.as_subclass(OnDevice),
-        [item.as_subclass(OnDevice) for item in items],
-        where("mask").as_subclass(OnDevice),
-    )
+    with Sides():
+        merged = merge(inputs.to("hpu"), [item.to("hpu") for item in items], where("mask").to("hpu"))
+    assert isinstance(merged, OnDevice)
     assert torch.equal(merged.as_subclass(torch.Tensor), expected)
 
 

@@ -1,7 +1,7 @@
 """Tensors that know whether they are on the device, for tests of single classes on a CPU.
 
-On the emulated device a tensor's own ``device`` says ``cpu``. Within ``Sides()`` what is made on
-``hpu`` or moved there is ``OnDevice``, what is moved to the CPU is not, and what is computed is
+A tensor on the emulated device does not know that it is there. Within ``Sides()`` (and with
+``standin.device()``) what is made on ``hpu`` or moved there is ``OnDevice``, what is moved to the CPU is not, and what is computed is
 where its arguments are. The device here computes a little differently and rounds by cutting off,
 so that equal bits show where something was computed; what it cannot do with a static shape is an
 error.
@@ -43,6 +43,8 @@ class OnDevice(torch.Tensor):
     ) -> Any:
         """Compute, and go wrong where the device would."""
         kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("hpu", 0)
         masked = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and (
             getattr(args[1], "dtype", None) == torch.bool
         )
