@@ -46,7 +46,7 @@ class EncoderBudget:
             return
         cut: list[Item] = []
         room = self.max_patches
-        for item, (_, place) in zip(items, places):
+        for item, (_, place) in zip(items, places, strict=True):
             patches = _patches(item[1], place)
             if cut and patches > room:
                 yield cut

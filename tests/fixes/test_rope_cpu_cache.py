@@ -116,6 +116,8 @@ def make(kind, name, dtype=None):
     import torch
 
     options = {**COMMON, **OWN[name], "dtype": dtype or torch.bfloat16}
+    if name == "Llama4VisionRotaryEmbedding":
+        options["dtype"] = torch.complex64
     if name == "MRotaryEmbeddingInterleaved":
         options["mrope_section"] = [2, 3, 3]
     return kind(**options)

@@ -1,10 +1,9 @@
 """Tensors that know whether they are on the device, for tests of single classes on a CPU.
 
 A tensor on the emulated device does not know that it is there. Within ``Sides()`` (and with
-``standin.device()``) what is made on ``hpu`` or moved there is ``OnDevice``, what is moved to the CPU is not, and what is computed is
-where its arguments are. The device here computes a little differently and rounds by cutting off,
-so that equal bits show where something was computed; what it cannot do with a static shape is an
-error.
+``standin.device()``) what is made on ``hpu`` or moved there is ``OnDevice``, what is moved to the
+CPU is not, and what is computed is where its arguments are. This device computes a little
+differently and rounds by cutting off, so that equal bits show where something was computed.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ _DYNAMIC = {
     for name in ("nonzero", "masked_select", "masked_scatter_", "unique", "argwhere")
     if hasattr(owner, name)
 }
-_READ = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__}
+_DYNAMIC |= {torch.Tensor.item, torch.Tensor.tolist}  # read on the host
+_INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 class DynamicShape(Exception):
-    """An operation whose result's shape, or whose work, depends on the device's data."""
+    """An operation whose shape depends on the device's data, or that reads it on the host."""
 
 
 class OnDevice(torch.Tensor):
@@ -45,13 +45,6 @@ class OnDevice(torch.Tensor):
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return torch.device("hpu", 0)
-        masked = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and (
-            getattr(args[1], "dtype", None) == torch.bool
-        )
-        if func in _DYNAMIC or masked:
-            raise DynamicShape(getattr(func, "__name__", str(func)))
-        if func in _READ:
-            raise DynamicShape(f"read on the host: {func.__name__}")
         result = super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.cpu:
             return result.as_subclass(torch.Tensor)
@@ -67,13 +60,21 @@ class OnDevice(torch.Tensor):
 
 
 class Sides(TorchFunctionMode):
-    """Where tensors are made and moved."""
+    """Where tensors are made and moved; ``static`` refuses what has no static shape there."""
+
+    def __init__(self, *, static: bool = False) -> None:
+        super().__init__()
+        self.static = static
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Make the result of a constructor or a transfer what it is."""
         kwargs = kwargs or {}
+        if self.static and args and isinstance(args[0], OnDevice):
+            masked = func in _INDEXED and getattr(args[1], "dtype", None) == torch.bool
+            if masked or func in _DYNAMIC:
+                raise DynamicShape(func.__name__)
         result = func(*args, **kwargs)
         device = kwargs.get("device")
         if func is torch.Tensor.to:
