@@ -140,13 +140,13 @@ def _exit_code_of_the_server(code: Definition) -> None:
     )
 
 
-@site("vllm/entrypoints/launcher.py", "serve_http", shape="launcher")
+@site("vllm/entrypoints/launcher.py", "serve_http", shape="inline")
 def server_of_v0_26_0(code: Definition) -> None:
     """What is returned is awaited after the engine's client is gone."""
     _exit_code_of_the_server(code)
 
 
-@site("vllm/entrypoints/launchers/launcher.py", "serve_http", shape="launchers")
+@site("vllm/entrypoints/launchers/launcher.py", "serve_http", shape="method")
 def server_of_v0_30_0(code: Definition) -> None:
     """The same, in a package of launchers."""
     _exit_code_of_the_server(code)
