@@ -34,7 +34,7 @@ class DynamicShape(Exception):
     """An operation whose shape depends on the device's data, or that reads it on the host."""
 
 
-class OnDevice(torch.Tensor):
+class OnDevice(torch.Tensor):  # type: ignore[misc]
     """A tensor on the device."""
 
     @classmethod
@@ -43,7 +43,7 @@ class OnDevice(torch.Tensor):
     ) -> Any:
         """Compute, and go wrong where the device would."""
         kwargs = kwargs or {}
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return torch.device("hpu", 0)
         result = super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.cpu:
@@ -59,7 +59,7 @@ class OnDevice(torch.Tensor):
         return result
 
 
-class Sides(TorchFunctionMode):
+class Sides(TorchFunctionMode):  # type: ignore[misc]
     """Where tensors are made and moved; ``static`` refuses what has no static shape there."""
 
     def __init__(self, *, static: bool = False) -> None:
