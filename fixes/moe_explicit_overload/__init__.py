@@ -29,7 +29,7 @@ Other places with the pattern, all in `vllm_gaudi/extension`, and what was decid
 * `mixture_of_experts` in `VllmMixtureOfExpertsOp` (2 calls), `VllmMixtureOfExpertsOpFP8` (2) and
   `VllmMixtureOfExpertsOpWNA16` (2): left. They give bf16 weights and no scales; only
   `fused_weights` has these names, all before it fail by a missing name, without a message that
-  holds a tensor. A test shows it for each class.
+  holds a tensor. A test shows it for the first; the others make the same call.
 * `mixture_of_experts.bias_fused_weights` (2), `.mxfp4_fused_weights` and
   `.bias_mxfp4_fused_weights` name their overload already.
 * `cast_to_fp8_v2` (in this `forward` with static scales, `dynamic_quant`, `apply_fp8_linear_hpu`
