@@ -135,7 +135,8 @@ class RowProcessors:
         found = {req_id: self._requests.get(req_id) for req_id, _ in rows}
         self._read_outputs([r for r in found.values() if r is not None and r.history is not None])
         histories = [
-            tokens if (request := found[req_id]) is None or request.history is None
+            tokens
+            if (request := found[req_id]) is None or request.history is None
             # The same list for every row of a request, as the runner's is.
             else request.history
             for req_id, tokens in rows
