@@ -8,7 +8,7 @@ rows are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -93,8 +93,8 @@ class RowProcessors:
         self._device = device
         self._pin_memory = pin_memory
         self._custom = [p for p in processors.all if type(p) not in BUILTIN_LOGITS_PROCESSORS]
-        for processor in processors.all:
-            _keep_out_of_graphs(processor)
+        for processor in processors.argmax_invariant:
+            _run_uncompiled(processor)
         self._requests: dict[str, Request] = {}
         # Goes with the processors: the runner hands them on when it makes a new batch.
         self._rows: list[Request | None] = vars(processors).setdefault("gaudi_fix_rows", [])
@@ -232,7 +232,7 @@ class RowProcessors:
                 continue
             config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=self._size))
             new = MinPLogitsProcessor(config, self._device, self._pin_memory)
-            _keep_out_of_graphs(new)
+            _run_uncompiled(new)
             values = [(row, r.params, r.state.prompt_token_ids, r.count) for row, r in users]
             new.update_state(BatchUpdate(self._size, [], values, []))  # type: ignore[arg-type]
             processors[place] = new
@@ -266,6 +266,25 @@ def _reads_outputs(params: SamplingParams) -> bool:
     )
 
 
-def _keep_out_of_graphs(processor: LogitsProcessor) -> None:
-    """Have `torch.compile` step around a processor: it would compile for each state anew."""
+def _run_uncompiled(processor: LogitsProcessor) -> None:
+    """Have a compiled sampler step around a processor: it would be compiled for each state anew."""
     vars(processor)["apply"] = torch.compiler.disable(processor.apply)
+
+
+def compiled_if_plain(stage: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``Sampler.apply_logits_processors`` for a sampler that is to be compiled.
+
+    It reads lists that grow with every token, for which it would be compiled every step. Calls
+    that have any such list run it uncompiled; all others are compiled whole.
+    """
+    uncompiled = torch.compiler.disable(stage)
+
+    def apply(sampler: Any, logits: torch.Tensor, metadata: Any, bonus: bool) -> torch.Tensor:
+        plain = (
+            metadata.no_penalties
+            and not metadata.bad_words_token_ids
+            and not metadata.logitsprocs.non_argmax_invariant
+        )
+        return (stage if plain else uncompiled)(sampler, logits, metadata, bonus)
+
+    return apply

@@ -493,7 +493,7 @@ def test_values_on_their_way_to_the_device_are_not_overwritten(module):
     assert second.min_p_cpu_tensor[:2].tolist() == pytest.approx([0.125, 0.9])
 
 
-# --- the history under async scheduling ------------------------------------------------------------
+# --- the history under async scheduling ----------------------------------------------------------
 
 
 @red

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from unittest.mock import MagicMock
+
 import pytest
 
 pytestmark = pytest.mark.needs("engine")
@@ -64,7 +68,7 @@ def test_logit_bias_bans_tokens(engine, words):
 @pytest.mark.red(r"not the greedy answer")
 def test_min_p(engine, words):
     """With min_p 1 only the likeliest token is left, however hot; neighbours are sampled freely."""
-    hot = {"temperature": 4.0}
+    hot = {"temperature": 2.0}
     prompts = [words(seed, 20) for seed in (1, 2, 3)]
     first, second, third = run(
         engine, (prompts[0], hot), (prompts[1], hot | {"min_p": 1.0}), (prompts[2], {})
@@ -75,14 +79,14 @@ def test_min_p(engine, words):
         assert_greedy(engine, prompts[0], first)
 
 
-@pytest.mark.red(r"assert \d+ not in \[|assert 4 <= 1")
+@pytest.mark.red(r"assert \d+ not in \[|assert 1 >= 4")
 def test_min_tokens_holds_the_stop_token_back(engine, words):
     """The stop token is what the request would say first."""
     plain, other = words(1, 20), words(2, 30)
     (usual,) = run(engine, (other, {}))
     stop = usual[0]
     _, answer = run(engine, (plain, {}), (other, {"stop_token_ids": [stop], "min_tokens": 4}))
-    assert 4 <= len(answer)
+    assert len(answer) >= 4
     assert stop not in answer[:4]
 
 
@@ -130,8 +134,11 @@ def test_a_finished_request_leaves_nothing(engine, words):
 
 
 @pytest.mark.red(r"\[\[\d+\], \[\d+\]\] == \[\[201\], \[101\]\]")
-def test_structured_output(engine, words):
+def test_structured_output(engine, words, monkeypatch):
     """The bias decides between the words that the grammar leaves."""
+    # vLLM imports every backend's module to look at a grammar; the engine here uses xgrammar.
+    monkeypatch.setitem(sys.modules, "lmformatenforcer", MagicMock())
+    monkeypatch.setitem(sys.modules, "lmformatenforcer.integrations.vllm", MagicMock())
     from vllm.sampling_params import StructuredOutputsParams
 
     def choosing(token):
@@ -142,8 +149,7 @@ def test_structured_output(engine, words):
     assert answers == [[201], [101]]
 
 
-@pytest.mark.red(r"assert \d+ != \d+", release="v0.26.0")
-@pytest.mark.red(r"assert \d+ != \d+", release="v0.30.0")
+@pytest.mark.red(r"assert \d+ != \d+")
 def test_bad_words_of_several_tokens_under_async_scheduling(engines, words):
     engine = engines(model="dense", asynchronous=True)
     prompt = words(2, 30)
@@ -162,6 +168,7 @@ def test_penalties_under_async_scheduling(engines, words):
         assert len(set(answer)) == len(answer), "says a token twice"
 
 
+@cache
 def make_counting():
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
@@ -185,17 +192,13 @@ def make_counting():
     return Counting
 
 
-COUNTING = []
-
-
 @pytest.mark.red(r"\[\d+, .*\] == \[80, 81, 82")
 def test_custom_processor(engines, asynchronous, words):
     """Handed to the engine; reads the tokens that its request has said."""
-    COUNTING[:] = COUNTING or [make_counting()]
     engine = engines(
         model="dense",
         asynchronous=asynchronous,
-        arguments=(("logits_processors", list(COUNTING)),),
+        arguments=(("logits_processors", [make_counting()]),),
     )
     plain, other = words(1, 20), words(2, 30)
     counting = {"extra_args": {"count_from": 80}}
@@ -208,3 +211,72 @@ def test_custom_processor(engines, asynchronous, words):
     assert second == list(range(80, 80 + LENGTH))
     assert third == list(range(60, 65))
     assert_greedy(engine, plain, first)
+
+
+@pytest.mark.red(r"\[\[1, 0, 0, 0\], \[[1-9]", release="v0.26.0")
+@pytest.mark.red(r"\[\[2, 0, 0, 0\]", release="v0.30.0")
+def test_a_compiled_sampler_is_compiled_once(engines, monkeypatch):
+    """Whatever the requests have said so far; and a call that reads no list is one graph."""
+    engines(model="dense")  # makes vllm_gaudi importable
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm_gaudi.v1.worker import hpu_model_runner as module
+
+    graphs = 0
+
+    def backend(graph, _inputs):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    runner = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False)),
+        model=None,
+        sampler=Sampler(),
+        _compile_methods=lambda: None,
+        _regional_compilation=lambda _model: None,
+        _compile=lambda sampler, **_: torch.compile(sampler, backend=backend, dynamic=False),
+    )
+    stage = Sampler.apply_logits_processors
+    monkeypatch.setattr(Sampler, "apply_logits_processors", stage)  # given back at the end
+    monkeypatch.setattr(module, "is_fake_hpu", lambda: False)
+    monkeypatch.setattr(module.htorch.utils.internal, "is_lazy", lambda: False)
+    config = SimpleNamespace(regional_compilation=True, fullgraph=False)
+    monkeypatch.setattr(module, "HPUCompileConfig", lambda: config)
+    monkeypatch.setattr(torch._dynamo.config, "force_parameter_static_shapes", False)
+    module.HPUModelRunner._maybe_compile(runner)
+
+    said = [[5], [6]]
+
+    def new_graphs(penalties, words):
+        before = graphs
+        metadata = SamplingMetadata(
+            temperature=None,
+            all_greedy=True,
+            all_random=False,
+            top_p=None,
+            top_k=None,
+            generators={},
+            max_num_logprobs=None,
+            no_penalties=not penalties,
+            prompt_token_ids=torch.zeros(2, 3, dtype=torch.int64),
+            frequency_penalties=torch.ones(2),
+            presence_penalties=torch.ones(2),
+            repetition_penalties=torch.ones(2),
+            output_token_ids=[list(tokens) for tokens in said],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids=words,
+            logitsprocs=LogitsProcessors(),
+        )
+        runner.sampler(logits=torch.randn(2, 16), sampling_metadata=metadata)
+        for tokens in said:
+            tokens.append(7)
+        return graphs - before
+
+    plain = [new_graphs(False, {}) for _ in range(4)]
+    with_lists = [new_graphs(True, {}), *(new_graphs(True, {0: [[7, 8]]}) for _ in range(3))]
+    assert [plain, with_lists[2:]] == [[1, 0, 0, 0], [0, 0]], with_lists
