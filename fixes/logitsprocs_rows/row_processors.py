@@ -45,8 +45,8 @@ class OutputCount(Sequence[int]):
         state = self._state
         # This step computes the token sampled last. Less than that are chunks of a prompt, which
         # for a resumed request includes the output it had.
-        computed = state.num_computed_tokens + 1 - len(state.prompt_token_ids)
-        listed = state.output_token_ids
+        computed: int = state.num_computed_tokens + 1 - len(state.prompt_token_ids)
+        listed: list[int] = state.output_token_ids
         return max(self._at_start, computed, len(listed) if listed[-1:] != [PLACEHOLDER] else 0)
 
     def __getitem__(self, index: Any) -> Any:
@@ -120,7 +120,7 @@ class RowProcessors:
     def remove(self, req_id: str) -> None:
         """A request has left the batch: the processors forget it."""
         request = self._requests.pop(req_id, None)
-        if request in self._rows and request is not None:
+        if request is not None and request in self._rows:
             self._tell([None if other is request else other for other in self._rows], self._size)
 
     def of_call(
@@ -214,7 +214,7 @@ class RowProcessors:
                 for row, request in added
             ]
             processor.update_state(
-                BatchUpdate(len(wanted) if custom else size, removed, additions, [])  # type: ignore[arg-type]
+                BatchUpdate(len(wanted) if custom else size, removed, additions, [])
             )
 
     def _renew_min_p(self) -> None:
@@ -234,7 +234,7 @@ class RowProcessors:
             new = MinPLogitsProcessor(config, self._device, self._pin_memory)
             _run_uncompiled(new)
             values = [(row, r.params, r.state.prompt_token_ids, r.count) for row, r in users]
-            new.update_state(BatchUpdate(self._size, [], values, []))  # type: ignore[arg-type]
+            new.update_state(BatchUpdate(self._size, [], values, []))
             processors[place] = new
 
     def _for_rows(self, requests: int, size: int) -> LogitsProcessors:
