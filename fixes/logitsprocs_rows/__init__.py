@@ -94,7 +94,7 @@ def one_each_batch(code: Definition) -> None:
         "self.logitsprocs = ...",
         f"""
         from {MODULE} import RowProcessors
-        self.row_processors = RowProcessors(self.logitsprocs, device, pin_memory)
+        self.logitsprocs.by_row = RowProcessors(self.logitsprocs, device, pin_memory)
         """,
     )
 
@@ -102,13 +102,13 @@ def one_each_batch(code: Definition) -> None:
 @site(BATCH, "InputBatch.add_request")
 def remember(code: Definition) -> None:
     """By id, so that moves within the batch need nothing."""
-    code.insert_before("return req_index", "self.row_processors.add(request)")
+    code.insert_before("return req_index", "self.logitsprocs.by_row.add(request)")
 
 
 @site(BATCH, "InputBatch.remove_request")
 def forget(code: Definition) -> None:
     """At once, not when the row is next used."""
-    code.insert_first("self.row_processors.remove(req_id)")
+    code.insert_first("self.logitsprocs.by_row.remove(req_id)")
 
 
 @site(BATCH, "InputBatch.make_selective_sampling_metadata")
@@ -117,7 +117,7 @@ def rows_of_the_call(code: Definition) -> None:
     code.insert_before(
         "return SamplingMetadata(...)",
         """
-        output_token_ids, logitsprocs = self.row_processors.of_call(
+        output_token_ids, logitsprocs = self.logitsprocs.by_row.of_call(
             req_id_output_token_ids)
         """,
     )
@@ -130,7 +130,7 @@ def tokens_for_the_next_step(code: Definition) -> None:
     code.insert_after(
         "self.input_batch.prev_req_id_to_index = ...",
         """
-        self.input_batch.row_processors.sampled(
+        self.input_batch.logitsprocs.by_row.sampled(
             self.input_batch.prev_sampled_token_ids, self.input_batch.prev_req_id_to_index)
         """,
     )

@@ -84,7 +84,10 @@ class FirstRows:
 
 
 class RowProcessors:
-    """The logits processors of an `InputBatch`, and which request they have on which row."""
+    """What the logits processors of an `InputBatch` know: which request is on which row.
+
+    Kept with them, as ``logitsprocs.by_row``.
+    """
 
     def __init__(
         self, processors: LogitsProcessors, device: torch.device, pin_memory: bool
@@ -96,8 +99,9 @@ class RowProcessors:
         for processor in processors.argmax_invariant:
             _run_uncompiled(processor)
         self._requests: dict[str, Request] = {}
-        # Goes with the processors: the runner hands them on when it makes a new batch.
-        self._rows: list[Request | None] = vars(processors).setdefault("gaudi_fix_rows", [])
+        # The runner hands the processors on when it makes a new batch: they know what they know.
+        before: RowProcessors | None = getattr(processors, "by_row", None)
+        self._rows: list[Request | None] = [] if before is None else before._rows
         self._size = 0
         self._asynchronous = False
         # Async scheduling: [requests] token ids on their way to the host, the event that says

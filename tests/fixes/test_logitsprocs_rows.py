@@ -128,8 +128,8 @@ class Batch:
             ids = self.real.req_ids
             self.real.prev_sampled_token_ids = torch.tensor([tokens.get(n, 0) for n in ids])
             self.real.prev_req_id_to_index = {n: i for i, n in enumerate(ids) if n in tokens}
-            if hasattr(self.real, "row_processors"):  # the line in sample_tokens
-                self.real.row_processors.sampled(
+            if hasattr(self.real.logitsprocs, "by_row"):  # the line in sample_tokens
+                self.real.logitsprocs.by_row.sampled(
                     self.real.prev_sampled_token_ids, self.real.prev_req_id_to_index
                 )
 
@@ -369,7 +369,7 @@ def leftovers(batch):
     for processor in batch.processors.all:
         for name in ("biases", "min_toks", "min_p_count", "requests"):
             found += [name] if getattr(processor, name, None) else []
-    tracker = getattr(batch.real, "row_processors", None)
+    tracker = getattr(batch.processors, "by_row", None)
     if tracker is not None:
         found += [name for name in ("_requests",) if getattr(tracker, name)]
         found += [row for row in tracker._rows if row is not None]
