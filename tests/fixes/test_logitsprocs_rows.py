@@ -526,7 +526,7 @@ def test_history_under_async_scheduling(module, options):
 @pytest.mark.red(r"\[\[2, 0, 0, 0\]", release="v0.30.0")
 def test_a_compiled_sampler_is_compiled_once(module, monkeypatch):
     """Whatever the requests have said so far; and a call that reads no list is one graph."""
-    for name in ("internal", "internal.bridge_config"):
+    for name in ("internal", "internal.bridge_config", "utils.experimental", "hpu", "hpu.metrics"):
         monkeypatch.setitem(sys.modules, f"habana_frameworks.torch.{name}", MagicMock())
     import torch
     from vllm.v1.sample.logits_processor import LogitsProcessors
