@@ -16,7 +16,9 @@ too, though its token is known; so is one of a single token, which passes for a 
 What is changed: the rows are counted from the tokens that the request has,
 `CachedRequestState.num_tokens`, prompt and generated. The last chunk has one row, at its last
 position. An earlier one has what a chunk of a new prompt has: none, or under asynchronous
-scheduling one that is discarded. `_is_prompt` says yes to a chunk of one token with more to come.
+scheduling one that is discarded. `_is_prompt` says yes to a chunk of one token with more to come,
+and `ensure_multi_token_decodes_last` no longer puts it before other prompts: they run in the order
+of the rows, and it may need what they write (`prompt-order`).
 For a request that was never preempted, or resumes without a hit, the numbers are those of before.
 
 Reference: vLLM's own runner samples the last scheduled position of each request and discards where
@@ -26,9 +28,6 @@ Reference: vLLM's own runner samples the last scheduled position of each request
 Other places with the pattern:
 * `num_prompt_tokens` itself is left: penalties, `make_prompt_token_ids` and prompt logprobs split
   a request at the end of its prompt. For the same reason a hit makes no difference to them.
-* `ensure_multi_token_decodes_last` compares with it as well: left. It puts a single token before
-  several; `_get_prompts_and_decodes` ends the decodes at the first row that `_is_prompt` names, so
-  such a chunk is the first of the prompts.
 * Requests that take more than one token because their cache came from elsewhere (offloading) go
   the same way and are right for the same reason.
 * Prompt logprobs come from hidden states, not from these rows.
@@ -82,4 +81,14 @@ def one_token_of_several(code: Definition) -> None:
         num_known_tokens = self.requests[req_id].num_tokens
         is_prompt = is_prompt or num_computed_tokens + num_scheduled_tokens < num_known_tokens
         """,
+    )
+
+
+@site(RUNNER, "ensure_multi_token_decodes_last")
+def one_token_of_several_stays(code: Definition) -> None:
+    """Only a decode goes to the front: its one token is the last that the batch knows."""
+    code.replace_expression(
+        "scheduled_tokens.get(req_id, 1) == 1",
+        """scheduled_tokens.get(req_id, 1) == 1 and (
+    b.num_computed_tokens_cpu[read_pos] + 1 >= b.num_tokens_no_spec[read_pos])""",
     )

@@ -53,6 +53,14 @@ def nothing_sampled(runner, tokens):
     return {"r": []}, []
 
 
+def arrange(runner, output):
+    """Put the rows of a step in place as `sample_tokens` does."""
+    from vllm_gaudi.v1.worker.hpu_model_runner import ensure_multi_token_decodes_last
+
+    runner._ensure_decodes_first(output)
+    ensure_multi_token_decodes_last(runner.input_batch, output.num_scheduled_tokens)
+
+
 # --- the fault -----------------------------------------------------------------------------------
 
 
@@ -108,17 +116,18 @@ def test_one_token_with_more_to_come_is_no_decode(runner, computed):
 
 
 @pytest.mark.red(r"assert \['a', 'r'\] == \['a'\]")
-def test_it_makes_place_for_the_decodes(runner):
-    """Together with a request that takes several tokens, in any order."""
-    rows.fill(runner, [resumed(50, "many"), resumed(55), rows.request("a", PROMPT, 3, PROMPT + 2)])
-    output = rows.step(many=5, r=1, a=1)
-    from vllm_gaudi.v1.worker.hpu_model_runner import ensure_multi_token_decodes_last
-
-    runner._ensure_decodes_first(output)
-    ensure_multi_token_decodes_last(runner.input_batch, output.num_scheduled_tokens)
+@pytest.mark.parametrize("last", ["r", "many"])
+def test_it_keeps_its_place_among_the_prompts(runner, last):
+    """The other one takes several tokens: prompts run in the order of their rows."""
+    resumed_ones = [resumed(50, "many"), resumed(55)]
+    decode = rows.request("a", PROMPT, 3, PROMPT + 2)
+    order = [decode, *sorted(resumed_ones, key=lambda one: one.req_id == last)]
+    rows.fill(runner, order)
+    output = rows.step(**{one.req_id: 5 if one.req_id == "many" else 1 for one in order})
+    arrange(runner, output)
     found = runner._get_prompts_and_decodes(output)
     assert found.decode_req_ids == ["a"]
-    assert sorted(found.prompt_req_ids) == ["many", "r"]
+    assert found.prompt_req_ids == [one.req_id for one in order[1:]]
 
 
 # --- neighbours ----------------------------------------------------------------------------------
