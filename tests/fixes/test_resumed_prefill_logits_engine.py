@@ -10,16 +10,16 @@ import pytest
 
 pytestmark = pytest.mark.needs("engine")
 
-LENGTH = 130
+LENGTH = 160
 BLOCK = 128
 
 
 @pytest.fixture(scope="module")
 def prompts(words):
-    """Three that share two blocks and five that grow over the ends of one and two."""
-    shared = words(7, 2 * BLOCK)
-    together = [shared + words(20 + n, 8 + 30 * n) for n in range(3)]
-    return together + [words(40 + n, 100 + 6 * n) for n in range(5)]
+    """Three that share two blocks and seven that grow over the ends of others."""
+    shared = words(7, 2 * BLOCK + 4)
+    together = [shared + words(20 + n, 20 + 3 * n) for n in range(3)]
+    return together + [words(40 + n, 100 + 24 * n) for n in range(7)]
 
 
 class Counts:
@@ -77,7 +77,7 @@ _FROM_BIG_POOL: dict[tuple[str, str], list[list[int]]] = {}
 def small_pool(engines, prompts, release):
     """Answers of a big and of a small pool; which differ, and what the small one did."""
 
-    def both(**knobs):
+    def both(first=len(prompts), **knobs):
         from tests.emulation.reference import same_up_to_ties
 
         key = release, knobs["model"]
@@ -86,16 +86,16 @@ def small_pool(engines, prompts, release):
             assert counts.preempted == 0
             _FROM_BIG_POOL[key] = answers
         engine = engines(length=512, **knobs)
-        answers, counts = run(engine, prompts)
+        answers, counts = run(engine, prompts[:first])
         differ = [
             n
             for n, (prompt, wanted, answer) in enumerate(
-                zip(prompts, _FROM_BIG_POOL[key], answers, strict=True)
+                zip(prompts, _FROM_BIG_POOL[key], answers, strict=False)
             )
             if not same_up_to_ties(engine.checkpoint, prompt, wanted, answer)
         ]
         shown = {name: value for name, value in vars(counts).items() if name[0] != "_"}
-        print(f"{knobs}: {len(differ)} of {len(prompts)} answers differ, {shown}")
+        print(f"{knobs}: {len(differ)} of {first} answers differ, {shown}")
         assert counts.resumed == counts.preempted
         return differ, counts
 
@@ -127,7 +127,7 @@ def test_resumed_after_prefix_hits(small_pool, asynchronous):
 def test_resumed_after_prefix_hits_in_chunks(small_pool, asynchronous):
     """A chunk may end in what the request has generated itself."""
     differ, counts = small_pool(
-        model="dense", asynchronous=asynchronous, prefix_caching=True, blocks=6, chunk=64
+        model="dense", asynchronous=asynchronous, prefix_caching=True, blocks=6, chunk=96
     )
     assert counts.resumed_with_hit > 0
     assert counts.same_step_hits > 0
@@ -141,9 +141,9 @@ def test_resumed_after_prefix_hits_in_chunks(small_pool, asynchronous):
 
 
 @modes
-@pytest.mark.parametrize(("model", "blocks"), [("dense", 6), ("hybrid", 11)])
+@pytest.mark.parametrize(("model", "blocks"), [("dense", 7), ("hybrid", 12)])
 def test_resumed_from_nothing(small_pool, asynchronous, model, blocks):
-    differ, counts = small_pool(model=model, asynchronous=asynchronous, blocks=blocks)
+    differ, counts = small_pool(first=8, model=model, asynchronous=asynchronous, blocks=blocks)
     assert counts.preempted >= 2
     assert counts.resumed_with_hit == 0
     assert differ == []
