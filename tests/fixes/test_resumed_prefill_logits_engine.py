@@ -77,7 +77,7 @@ _FROM_BIG_POOL: dict[tuple[str, str], list[list[int]]] = {}
 def small_pool(engines, prompts, release):
     """Answers of a big and of a small pool; which differ, and what the small one did."""
 
-    def both(first=len(prompts), **knobs):
+    def both(first=None, **knobs):
         from tests.emulation.reference import same_up_to_ties
 
         key = release, knobs["model"]
@@ -95,7 +95,7 @@ def small_pool(engines, prompts, release):
             if not same_up_to_ties(engine.checkpoint, prompt, wanted, answer)
         ]
         shown = {name: value for name, value in vars(counts).items() if name[0] != "_"}
-        print(f"{knobs}: {len(differ)} of {first} answers differ, {shown}")
+        print(f"{knobs}: {len(differ)} of {len(answers)} answers differ, {shown}")
         assert counts.resumed == counts.preempted
         return differ, counts
 
