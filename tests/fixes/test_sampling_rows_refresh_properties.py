@@ -149,9 +149,10 @@ class Simulation:
             request = self.requests[name]
             if draw(st.integers(0, 9)) == 0 and not request.in_batch and name not in new:
                 request.computed = 0  # preempted, not just skipped
-            if not request.in_batch and request.computed == 0:
+            if not request.in_batch:
                 # The runner takes what a preempted request has said for a part of its prompt.
-                request.expected["prompt"] = request.prompt + [OUTPUT] * request.outputs
+                said = 0 if request.computed else request.outputs
+                request.expected["prompt"] = request.prompt + [OUTPUT] * said
             scheduled[name] = draw(st.integers(1, request.left))
         output = self.scheduler_output(scheduled, finished, new)
         for name, request in self.requests.items():

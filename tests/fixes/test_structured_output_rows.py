@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from tests.support import bare_runner
@@ -104,6 +103,7 @@ class Step:
 
     def run(self, **grammars):
         """Sample; `grammars` are the tokens that structured requests may say."""
+        import numpy as np
         from vllm.v1.core.sched.output import GrammarOutput
 
         bits = np.zeros((len(grammars), VOCAB // 32), dtype=np.int32)
