@@ -18,8 +18,8 @@ What is changed: `swap_states` exchanges the mask's rows and marks the rows as m
 `make_selective_sampling_metadata` makes `refresh_sampling_metadata` copy all rows before it reads
 any that moved, once for all swaps of a step. Since the device's rows are right from then on, a
 step in which nothing came, went or moved copies nothing: the mask of allowed tokens, which stock
-copies for each sampling call, is left where it is, and the prompt tokens for penalties are
-taken from the device's own table of them.
+copies for each sampling call, is left where it is, and the prompt tokens for penalties are rows
+of the table that the last refresh put on the device, taken by an index as the temperatures are.
 
 Reference: none for vllm-gaudi. vLLM reorders its batch before it refreshes the metadata; #16673
 made it refresh after a reorder. Releases: v0.26.0 and v0.30.0, same code.

@@ -21,11 +21,10 @@ VOCAB = 32
 class Step:
     """Requests of one step; what a prompt or a decode answers is in its logits: its favourite."""
 
-    def __init__(self, monkeypatch, release):
+    def __init__(self, monkeypatch):
         import torch
         from vllm.v1.sample.sampler import Sampler
 
-        self.monkeypatch, self.release = monkeypatch, release
         self.runner = bare_runner.runner(vocabulary=VOCAB)
         self.favourites, self.scheduled, self.without_row = {}, {}, set()
         monkeypatch.setattr(bare_runner.module(), "get_kv_transfer_group", lambda: None)
@@ -119,8 +118,8 @@ class Step:
 
 
 @pytest.fixture
-def step(monkeypatch, release):
-    return Step(monkeypatch, release)
+def step(monkeypatch):
+    return Step(monkeypatch)
 
 
 @pytest.mark.red(r"assert \{'D': \[9\], 'P': \[5\]\} == \{'D': \[5\], 'P': \[9\]\}")
