@@ -32,7 +32,7 @@ def swaps(runner, monkeypatch):
     return made
 
 
-def add(runner, req_id, prompt, computed, *, outputs=0, blocks=None, row=None):
+def add(runner, req_id, prompt, computed, *, outputs=0, blocks=None, row=None, temperature=0.0):
     """A request of this many prompt tokens, computed tokens and output tokens."""
     from vllm.sampling_params import SamplingParams
     from vllm_gaudi.v1.worker.hpu_input_batch import CachedRequestState
@@ -43,7 +43,7 @@ def add(runner, req_id, prompt, computed, *, outputs=0, blocks=None, row=None):
         req_id=req_id,
         prompt_token_ids=list(range(prompt)),
         mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0),
+        sampling_params=SamplingParams(temperature=temperature),
         generator=None,
         block_ids=[blocks],
         num_computed_tokens=computed,
@@ -114,6 +114,17 @@ def test_step_of_decodes_swaps_nothing(runner, swaps):
     add(runner, "D1", 8, 8, outputs=1)
     assert arranged(runner, D1=1, D0=1) == (["D0", "D1"], [])
     assert swaps == []
+
+
+def test_swapped_prompts_keep_their_sampling_parameters(runner):
+    """`sampling-rows-refresh` sees the rows that this fix moves; on stock none is moved."""
+    add(runner, "D", 8, 8, outputs=1, temperature=0.25)
+    add(runner, "B", 32, 24, temperature=0.5)
+    add(runner, "A", 40, 16, temperature=1.5)
+    runner.input_batch.refresh_sampling_metadata()
+    arranged(runner, D=1, A=8, B=8)
+    metadata = runner._prepare_sampling(False, ["A", "D", "B"])
+    assert metadata.temperature.tolist() == [1.5, 0.25, 0.5]
 
 
 @pytest.mark.red(r"prompts ran as")

@@ -63,7 +63,7 @@ def test_prompt_hits_blocks_of_a_prompt_in_a_row_behind_it(engines, words, async
     long = words(1, 900)
     hit = long[: 6 * BLOCK] + words(2, 30)
     ending = (short, 16, known.outputs[0].token_ids[1])
-    *_, first, second = run(engine, (words(3, 20), 16), ending, (long, 4), (hit, 4))
+    *_, first, second = run(engine, (words(3, 20), 16), ending, (long, 4), (hit, 8))
     # It came while `long` was at work, and hit all that was planned by then.
     assert 2 * BLOCK <= second.num_cached_tokens < 6 * BLOCK
     assert_greedy(engine, long, first)

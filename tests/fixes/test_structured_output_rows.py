@@ -122,7 +122,7 @@ def step(monkeypatch):
     return Step(monkeypatch)
 
 
-@pytest.mark.red(r"assert \{'D': \[9\], 'P': \[5\]\} == \{'D': \[5\], 'P': \[9\]\}")
+@pytest.mark.red(r"assert \{'D': \[9\], 'P': \[8\]\} == \{'D': \[5\], 'P': \[9\]\}")
 def test_mixed_step(step):
     """A decode with a grammar, and a prompt with a list of allowed tokens of its own."""
     step.add("D", 5, decode=True)
@@ -130,7 +130,7 @@ def test_mixed_step(step):
     assert step.run(D=[5, 6, 9]) == {"D": [5], "P": [9]}
 
 
-@pytest.mark.red(r"IndexError|assert \{")
+@pytest.mark.red(r"IndexError: index 1 is out of bounds for axis 0 with size 1")
 def test_prompt_without_a_row_in_front_of_a_structured_one(step):
     """On stock the bitmask is put at the second row of one."""
     step.add("chunk", 3, row=False)
@@ -138,7 +138,7 @@ def test_prompt_without_a_row_in_front_of_a_structured_one(step):
     assert step.run(S=[6, 7]) == {"chunk": [], "S": [6]}
 
 
-@pytest.mark.red(r"IndexError|assert \{")
+@pytest.mark.red(r"IndexError: index 3 is out of bounds for axis 0 with size 3")
 def test_prompt_without_a_row_between_others(step):
     step.add("D", 5, decode=True, allowed_token_ids=[11])
     step.add("chunk", 3, row=False, allowed_token_ids=[12])
@@ -148,7 +148,7 @@ def test_prompt_without_a_row_between_others(step):
     assert step.run(S=[10]) == expected
 
 
-@pytest.mark.red(r"IndexError|assert ")
+@pytest.mark.red(r"IndexError: index 2 is out of bounds for axis 0 with size 2")
 def test_logprobs_with_a_prompt_without_a_row(step):
     step.add("D", 5, decode=True, logprobs=0)
     step.add("chunk", 3, row=False, logprobs=0)
@@ -159,7 +159,7 @@ def test_logprobs_with_a_prompt_without_a_row(step):
     assert (sampled[rows["D"]], sampled[rows["S"]]) == (5, 10)
 
 
-@pytest.mark.red(r"assert True")
+@pytest.mark.red(r"assert True is False")
 def test_flag_of_the_step_before_is_not_read(step):
     """`_prepare_inputs` gives an unfinished prompt a row of logits where the flag is set."""
     step.add("S", 5)
