@@ -53,7 +53,8 @@ class Alone:
         from vllm.sampling_params import SamplingParams
 
         words = options.pop("bad_words", [])
-        self.name, self.prompt = name, prompt
+        self.prompt = prompt
+        self.blocks = [int(name[1:]) * 16 + n + 1 for n in range(16)]  # its own
         self.params = SamplingParams(**options)
         self.params._bad_words_token_ids = words or None
         self.computed, self.outputs, self.in_batch = 0, 0, False
@@ -177,7 +178,7 @@ class Simulation:
                     mm_features=[],
                     sampling_params=self.requests[name].params,
                     pooling_params=None,
-                    block_ids=([],),
+                    block_ids=(self.requests[name].blocks,),
                     num_computed_tokens=0,
                     lora_request=None,
                 )
