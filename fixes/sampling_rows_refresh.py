@@ -12,11 +12,13 @@ changes every swapped request gets its neighbour's values. In a step with change
 sampled are copied once more, but a prompt that moved and is not sampled yet (a chunk of it) is
 not, and is sampled with the wrong values some steps later. The prompt tokens that penalties look
 at are kept in a table by row, which a swap leaves as it was. The rows of the allowed-token mask
-are exchanged by a tuple assignment of two tensor views, which copies one row over both.
+are exchanged by a tuple assignment of two tensor views, which copies one row over both; and
+`condense` leaves a copy in the row it empties, for the next request that comes there without a
+list.
 
 What is changed: `swap_states` exchanges the mask's rows and marks the rows as moved;
 `make_selective_sampling_metadata` makes `refresh_sampling_metadata` copy all rows before it reads
-any that moved, once for all swaps of a step. Since the device's rows are right from then on, a
+any that moved, at the next sampling call, once for all swaps. `condense` clears the mask's row. Since the device's rows are right from then on, a
 step in which nothing came, went or moved copies nothing: the mask of allowed tokens, which stock
 copies for each sampling call, is left where it is, and the prompt tokens for penalties are rows
 of the table that the last refresh put on the device, taken by an index as the temperatures are.
@@ -26,7 +28,7 @@ made it refresh after a reorder. Releases: v0.26.0 and v0.30.0, same code.
 
 Other places with the pattern:
 * `add_request`, `remove_request` and `condense` move rows too: `_update_states` refreshes after
-  them. Left.
+  them. Left, but for the mask's row.
 * `generators` and `bad_words_token_ids` live on the host and are swapped: left. `logitsprocs`:
   `logitsprocs-rows`.
 * vLLM's own `gpu_input_batch` exchanges the mask's rows in the same way. No Gaudi runs it: left.
@@ -74,6 +76,15 @@ def swapped_rows_have_moved(code: Definition) -> None:
         mask = self.allowed_token_ids_mask_cpu_tensor
         mask[[i1, i2]] = mask[[i2, i1]]
         """,
+    )
+
+
+@site(FILE, "InputBatch.condense")
+def nothing_left_behind(code: Definition) -> None:
+    """The row that was moved allows everything: the next request there may have no list."""
+    code.insert_after(
+        "self.allowed_token_ids_mask_cpu_tensor[empty_index] = ...",
+        "self.allowed_token_ids_mask_cpu_tensor[last_req_index] = False",
     )
 
 

@@ -154,6 +154,17 @@ def test_mask_of_a_request_without_one(module, batch):
     assert [r["allowed"] for r in seen(batch, "free", "bound")] == [list(range(VOCAB)), [6]]
 
 
+@pytest.mark.red(r"assert \[\[6\], \[6\]\] == \[\[6\], \[0, 1, .*, 15\]\]")
+def test_condense_leaves_no_mask_behind(module, batch):
+    """The next request in the row that was emptied has no list."""
+    add(module, batch, "first")
+    add(module, batch, "bound", allowed_token_ids=[6])
+    batch.condense([batch.remove_request("first")])
+    add(module, batch, "free")
+    batch.refresh_sampling_metadata()
+    assert [r["allowed"] for r in seen(batch, "bound", "free")] == [[6], list(range(VOCAB))]
+
+
 @pytest.mark.red(r"assert \['async_h2d_update'\] == \[\]")
 def test_quiet_step_copies_no_mask(module, batch, copies):
     add(module, batch, "r0", allowed_token_ids=[5])

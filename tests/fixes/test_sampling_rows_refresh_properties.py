@@ -105,7 +105,7 @@ class Simulation:
         self.requests = {}
         self.serial = 0
         self.copies, self.swaps, self.sampled, self.quiet = [], 0, 0, 0
-        self.wrong_rows, self.quiet_copies = [], []
+        self.wrong_rows, self.quiet_copies, self.swaps_sampled = [], [], 0
         module = bare_runner.module()
         from vllm_gaudi.v1.worker import hpu_input_batch as batches
 
@@ -196,10 +196,11 @@ class Simulation:
 
     def sample(self, draw, scheduled, output):
         """The sampling calls of the step, as `sample_tokens` makes them, each row looked at."""
-        runner, before = self.runner, self.swaps
+        runner = self.runner
         changed = runner._update_states(output)
         info = bare_runner.arrange(runner, output)
-        quiet = not changed and self.swaps == before
+        # Rows that moved in a step that sampled nothing are copied in the next one that does.
+        quiet = not changed and self.swaps == self.swaps_sampled
         done = [r for r in info.prompt_req_ids if scheduled[r] == self.requests[r].left]
         if draw(st.booleans()):
             calls = [[name] for name in done] + [info.decode_req_ids]
@@ -216,6 +217,7 @@ class Simulation:
                     self.wrong_rows.append(f"{name} is sampled with {found}, its own are {own}")
                 self.sampled += 1
             self.quiet += quiet
+            self.swaps_sampled = self.swaps
         if quiet:
             self.quiet_copies += self.copies
         for name, tokens in scheduled.items():
