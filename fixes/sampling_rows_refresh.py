@@ -18,10 +18,11 @@ list.
 
 What is changed: `swap_states` exchanges the mask's rows and marks the rows as moved;
 `make_selective_sampling_metadata` makes `refresh_sampling_metadata` copy all rows before it reads
-any that moved, at the next sampling call, once for all swaps. `condense` clears the mask's row. Since the device's rows are right from then on, a
-step in which nothing came, went or moved copies nothing: the mask of allowed tokens, which stock
-copies for each sampling call, is left where it is, and the prompt tokens for penalties are rows
-of the table that the last refresh put on the device, taken by an index as the temperatures are.
+any that moved: in the next sampling call, once for all swaps. `condense` clears the mask's row
+that it empties. Since the device's rows are right from then on, a step in which nothing came, went
+or moved copies nothing: the mask of allowed tokens, which stock copies for each sampling call, is
+left where it is, and the prompt tokens for penalties are rows of the table that the last refresh
+put on the device, taken by an index as the temperatures are.
 
 Reference: none for vllm-gaudi. vLLM reorders its batch before it refreshes the metadata; #16673
 made it refresh after a reorder. Releases: v0.26.0 and v0.30.0, same code.

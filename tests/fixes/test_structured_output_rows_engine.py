@@ -45,7 +45,11 @@ def plain(**options):
 
 
 def run(engine, words, params, grammar_params):
-    """A prompt of eight chunks and, decoding while it ends, a request with a grammar."""
+    """A prompt of eight chunks and, decoding while it ends, a request with a grammar.
+
+    How stock fails in the synchronous mode depends on whether the step before had a grammar: rows
+    are missing (IndexError), or a token is sampled from the middle of a prompt.
+    """
     prompts = [words(21, 900), words(22, 20)]
     engine.generate(prompts[1:], grammar_params)  # compiles the grammar, which is then kept
     engine.llm.reset_prefix_cache()
@@ -57,7 +61,7 @@ def tokens(output):
 
 
 @modes
-@pytest.mark.red(r"IndexError: index 1 is out of bounds|assert \{.*\} <= \{20, 21, ")
+@pytest.mark.red(r"IndexError: index 1 is out of bounds|assert \{.*\} <= \{(20, 21, |100, 101)")
 def test_both_keep_their_own_parameters(engine, words):
     other, grammar = run(engine, words, plain(allowed_token_ids=[100, 101]), structured())
     assert set(tokens(other)) <= {100, 101}
@@ -82,7 +86,9 @@ def test_long_prompt_is_answered_as_alone(engine, words):
 @pytest.mark.parametrize(
     "asynchronous",
     [
-        pytest.param(False, marks=pytest.mark.red(r"IndexError: index 1 is out of bounds")),
+        pytest.param(
+            False, marks=pytest.mark.red(r"IndexError: index 1 is out of bounds|assert 4 == 5")
+        ),
         True,  # each prompt has a row, and the logprobs were in the order of the rows before
     ],
     ids=["sync", "async"],
