@@ -252,4 +252,4 @@ def test_every_row_is_sampled_as_its_request_alone(monkeypatch, promise):
             seen[key] += getattr(simulation, key)
 
     any_schedule()
-    assert min(seen.values()) > 100, f"too little happened to show anything: {seen}"
+    assert min(seen.values()) > 30, f"too little happened to show anything: {seen}"
