@@ -185,12 +185,12 @@ def _layout(
     for folder in sorted(own):
         yield folder, None
         image = in_image(folders, folder) if "/" in folder else folders[folder]
-        for name in sorted(os.listdir(image)) if os.path.isdir(image) else ():
+        for name in _names(image):
             path = f"{folder}/{name}"
             full = os.path.join(image, name)
-            if name == "__pycache__" and os.path.isdir(full):
+            if name == "__pycache__":
                 yield path, None
-                for compiled in sorted(os.listdir(full)):
+                for compiled in _names(full):
                     if f"{folder}/{compiled.split('.')[0]}.py" not in files:
                         yield f"{path}/{compiled}", os.path.join(full, compiled)
             elif path not in own and path not in files and not _is_ours(name):
@@ -198,6 +198,14 @@ def _layout(
         for path, hashes in files.items():
             if path.rpartition("/")[0] == folder and hashes["own"] is not None:
                 yield path, None
+
+
+def _names(folder: str) -> list[str]:
+    """What a folder of the image holds; a new one of the pack is not there. Other errors count."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def _is_ours(name: str) -> bool:

@@ -204,7 +204,7 @@ class Store:
                 raise ImageMismatch(f"{folder}: is a link, and the pack makes none; remove it")
         manifest = self.manifest()
         names = [path.name for path in self._state_files()]
-        unsettled = "journal.json" in names or (manifest is None and self.folder.exists())
+        unsettled = "journal.json" in names or (manifest is None and _is_there(self.folder))
         unsettled = unsettled or any(name.endswith(TEMPORARY_SUFFIX) for name in names)
         return (manifest.transaction if manifest else None), unsettled
 
@@ -242,14 +242,15 @@ class Store:
             yield
         except BaseException:
             with contextlib.suppress(Exception):  # what was kept for a run that came to nothing
-                if not (self.folder / "journal.json").exists():
+                if not _is_there(self.folder / "journal.json"):
                     self._forget_objects(self.manifest())
             raise
         finally:
-            try:
+            # The run is over, well or not, whatever becomes of this: the next one tidies up.
+            with contextlib.suppress(Exception):
                 if not _in_use(self.folder):
                     self._remove_folder()
-            finally:
+            with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     def _take_lock(self, deadline: float) -> int:
@@ -258,7 +259,7 @@ class Store:
             try:
                 with contextlib.suppress(FileExistsError):
                     _make_folder(self.folder)
-            except OSError:
+            except BaseException:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.folder)  # it could be made, but not as it should be
                 raise
@@ -267,7 +268,7 @@ class Store:
                 descriptor = os.open(path, flags, 0o600)
             except FileNotFoundError:
                 continue  # a run that reverted removed the folder under us
-            except OSError:
+            except BaseException:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.folder)  # no more than the empty one made above
                 raise
@@ -376,7 +377,7 @@ class Store:
             remove_file(self.folder / "journal.json")
             sync_folder(self.folder)
             self._forget_objects(manifest)
-        except OSError as error:  # the run is committed: this is only tidying up
+        except Exception as error:  # the run is committed: this is only tidying up
             self.notes.append(f"{describe(error)}; the next run tidies the state folder up")
 
     def recover(self) -> str:
@@ -468,7 +469,16 @@ class Store:
 
 
 def _in_use(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("manifest.json", "journal.json"))
+    return any(map(_is_there, (folder / "manifest.json", folder / "journal.json")))
+
+
+def _is_there(path: Path) -> bool:
+    """Not `Path.exists`: whether that takes an error for absence depends on the Python."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _make_folder(path: Path) -> None:
@@ -486,7 +496,9 @@ def _json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def describe(error: OSError) -> str:
-    """An operating-system error with its file."""
+def describe(error: Exception) -> str:
+    """An error, one of the operating system with its file."""
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"

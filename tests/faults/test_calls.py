@@ -1,0 +1,90 @@
+"""Every system call of a run fails once, or is the last thing that the run does."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.applier.faults import in_child
+from tests.applier.world import World
+from tests.faults.calls import FAULTS, Calls
+from tests.faults.conftest import tally
+from tests.faults.scenarios import KINDS, Scenario
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def scenario(request: pytest.FixtureRequest, home: World, memory: Path) -> Scenario:
+    """Each run in turn."""
+    return Scenario(request.param, home, memory)
+
+
+def cases(scenario: Scenario, fault: str) -> Iterator[int]:
+    """The calls to which it happens: every one that changes something, and of those that only look
+    the ones whose turn it is, so that each of them fails in one way."""
+    for number, call in enumerate(scenario.calls, 1):
+        possible = [name for name in FAULTS if FAULTS[name].at(call)]
+        turn = call.changes or possible[number % len(possible)] == fault
+        if fault in possible and turn:
+            yield number
+
+
+def failed(scenario: Scenario, fault: str, number: int) -> Iterator[str]:
+    """What is wrong after a run with one fault."""
+    scenario.lay_out()
+    calls = Calls(scenario.roots, number, fault)
+    with calls.watched():
+        ran = scenario.run()
+    yield from (f"{path} was not closed" for path in calls.open.values())
+    yield from scenario.wrong_files()
+    if ran.code == 0:
+        if scenario.look() != scenario.end:
+            yield "said that all went well"
+    else:
+        if ran.code not in (2, 3, 4) and fault != "memory":
+            yield f"exit code {ran.code}: {ran.err}"
+        if scenario.kind.killed is None and scenario.touched():
+            yield f"exit code {ran.code}, but something has changed: {ran.err}"
+    if scenario.touched():
+        yield from after_one_more_run(scenario)
+
+
+def after_one_more_run(scenario: Scenario) -> Iterator[str]:
+    """What is wrong after the same run once more, with no fault."""
+    ran = scenario.run()
+    if ran.code != 0 or scenario.look() != scenario.end:
+        yield f"the next run ends with exit code {ran.code}: {ran.err}"
+    yield from scenario.untidy()
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "killed" not in name])
+def test_a_call_that_fails(scenario: Scenario, fault: str) -> None:
+    wrong = []
+    count = 0
+    for number in cases(scenario, fault):
+        count += 1
+        wrong += [
+            f"{fault} at {number}, {scenario.calls[number - 1]}: {text}"
+            for text in failed(scenario, fault, number)
+        ]
+    tally("calls that failed", count, wrong)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "killed" in name])
+def test_killed_at_a_call(scenario: Scenario, fault: str) -> None:
+    wrong = []
+    count = 0
+    for number in cases(scenario, fault):
+        count += 1
+        scenario.lay_out()
+
+        def run(number: int = number) -> None:
+            with Calls(scenario.roots, number, fault).watched():
+                scenario.run()
+
+        assert in_child(run) == -signal.SIGKILL
+        found = [*scenario.wrong_files(), *after_one_more_run(scenario)]
+        wrong += [f"{fault} {number}, {scenario.calls[number - 1]}: {text}" for text in found]
+    tally("kills at a call", count, wrong)
