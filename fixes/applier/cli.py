@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(root: str, argv: Sequence[str] | None = None) -> int:
     """Run the command for the pack checked out at ``root`` and return its exit code."""
     started = time.perf_counter()
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     try:
         document = _run(root, args)
     except PackError as error:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from fixes.applier import edits
+from fixes.applier import edits, plan
+from fixes.applier.definitions import Source
 from tests.applier.world import World
+from tests.faults.images import PACK, Image
+from tests.support.trees import Trees
 
 CASES: Counter[str] = Counter()
 VIOLATIONS: Counter[str] = Counter()
@@ -56,17 +59,47 @@ def home(memory: Path) -> World:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _codemods_run_once() -> Iterator[None]:
-    """A codemod on the same text makes the same text and no system call: once is enough here."""
-    known: dict[object, str] = {}
-    rewrite = edits.rewrite
+def _computed_once() -> Iterator[None]:
+    """What is the same for the same text, and makes no system call, is done once here: parsing a
+    real file, a codemod on a definition, compiling the result."""
+    find, rewrite = Source.__dict__["definitions"].func, edits.rewrite
+    known: dict[bytes, Any] = {}
+    texts: dict[object, str] = {}
+    compiled: set[bytes] = set()
 
-    def remembered(text: str, where: str, codemods: Any) -> str:
+    def definitions(source: Source) -> Any:
+        if source.data not in known:
+            known[source.data] = find(source)
+        return known[source.data]
+
+    def rewritten(text: str, where: str, codemods: Any) -> str:
         key = (text, where, tuple(codemods))
-        if key not in known:
-            known[key] = rewrite(text, where, codemods)
-        return known[key]
+        if key not in texts:
+            texts[key] = rewrite(text, where, codemods)
+        return texts[key]
+
+    def compiles(data: bytes, *args: Any, **more: Any) -> None:
+        if data not in compiled:
+            compile(data, *args, **more)
+            compiled.add(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edits, "rewrite", remembered)
+        patch.setattr(Source, "definitions", property(definitions))
+        patch.setattr(edits, "rewrite", rewritten)
+        patch.setattr(plan, "compile", compiles, raising=False)
         yield
+
+
+@pytest.fixture(scope="session")
+def images(trees: Trees) -> Iterator[dict[str, Image]]:
+    """The real packages of every release, small copies of them in memory."""
+    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="gaudi-fix-pack-test-", dir=where))
+    yield {release: Image(trees, release, folder) for release in PACK.profile_names}
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=PACK.profile_names)
+def image(request: pytest.FixtureRequest, images: dict[str, Image]) -> Image:
+    """Each release in turn."""
+    return images[request.param]
