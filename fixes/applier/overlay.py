@@ -17,10 +17,11 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 import uuid
 
-from fixes.applier.digest import STATE_FOLDER
+from fixes.applier.digest import LARGEST_FILE, LARGEST_TEXT, STATE_FOLDER
 
 # The run that finds its overlay built loads nothing else.
 TYPE_CHECKING = False
@@ -56,8 +57,7 @@ def find(
         if name.startswith(".") or os.path.islink(path) or not is_overlay(path):
             continue
         try:
-            with open(os.path.join(path, NAME), "rb") as file:
-                document = json.loads(file.read())
+            document = json.loads(_content(os.path.join(path, NAME), LARGEST_TEXT))
             if (
                 (document["schema"], document["request"]) == (_SCHEMA, request)
                 and document["digest"] == digest
@@ -130,16 +130,25 @@ def make_current(path: str) -> None:
 def hash_of(path: str) -> str | None:
     """SHA-256 of a file; None where there is none."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        return hashlib.sha256(_content(path, LARGEST_FILE)).hexdigest()
     except FileNotFoundError:
         return None
 
 
+def _content(path: str, limit: int) -> bytes:
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        raise ValueError(f"{path}: no regular file, or larger than {limit >> 20} MiB")
+    with open(path, "rb") as file:
+        return file.read()
+
+
 def in_image(folders: Mapping[str, str], path: str) -> str:
     """The place in the image of a path such as ``vllm/v1/engine/core.py``."""
-    name, _, rest = path.partition("/")
-    return os.path.join(folders[name], *rest.split("/"))
+    name, *rest = path.split("/")
+    if not rest or any(part in ("", ".", "..") for part in rest):
+        raise ValueError(f"a path that leaves the package folders: {path!r}")
+    return os.path.join(folders[name], *rest)
 
 
 def _is_whole(path: str, folders: Mapping[str, str], files: Mapping[str, Any]) -> bool:

@@ -25,7 +25,15 @@ from fixes.applier.pack import Pack
 from fixes.applier.plan import MARKER, Mismatches, PlannedFile, fits, make_plan
 from fixes.applier.profiles import Lock, PackagePin, Profile
 from fixes.applier.selection import Selection
-from fixes.applier.store import Change, FileEntry, Manifest, Store, describe
+from fixes.applier.store import (
+    Change,
+    FileEntry,
+    Manifest,
+    Store,
+    describe,
+    is_marked,
+    source_of,
+)
 
 _SUPPORT_MODE = 0o644
 
@@ -354,6 +362,12 @@ class _Pristine:
         now = on_disk[0].sha256 if on_disk else None
         if entry is not None:
             if now == (entry.applied and entry.applied.sha256):
+                if on_disk and not is_marked(on_disk[1]):
+                    raise ImageMismatch(
+                        f"{self.store.locate(path)}: {self.store.folder} says that the pack wrote"
+                        " it, and it carries no mark of the pack, so it is left alone; reinstall"
+                        " the package and remove that folder"
+                    )
                 if entry.pristine is None:
                     return None
                 return entry.pristine, self.store.object(entry.pristine.sha256)
@@ -482,7 +496,7 @@ def _changes(
     changes += sources
     changed = {change.path for change in changes}
     for path, entry in old_files.items():
-        source = _source_of(path)
+        source = source_of(path)
         as_it_was = source in files and source not in changed
         if entry.applied is None and path not in files and as_it_was:
             files[path] = entry
@@ -534,7 +548,7 @@ def _bytecode_changes(
     # A source that the pack did not write is the image's, a new one maybe, and so is its bytecode.
     was_shipped = source is None or not _same(source.applied, change.old)
     if not was_shipped:
-        paths |= {path for path in old_files if _source_of(path) == change.path}
+        paths |= {path for path in old_files if source_of(path) == change.path}
     changes = []
     for path in sorted(paths):
         found = store.read(path)
@@ -552,12 +566,6 @@ def _bytecode_changes(
         if found:
             kept[found[0].sha256] = found[1]
     return changes
-
-
-def _source_of(path: str) -> str:
-    """The source of a bytecode path ``a/__pycache__/b.cpython-312.pyc``: ``a/b.py``."""
-    folder, _, name = path.rpartition("/__pycache__/")
-    return f"{folder}/{name.split('.')[0]}.py" if folder and path.endswith(".pyc") else ""
 
 
 def _cached_elsewhere(path: Path) -> list[Path]:

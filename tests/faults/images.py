@@ -39,7 +39,9 @@ class Image(World):
             entry
             for entry in self.profile.entries
             if entry.id not in PACK.unwritten
-            and all(site.file.split("/")[0] not in self.missing for site in self.lock.sites[entry.id])
+            and all(
+                site.file.split("/")[0] not in self.missing for site in self.lock.sites[entry.id]
+            )
         ]
 
     @cached_property
@@ -95,7 +97,9 @@ class Image(World):
     def lay_out(self) -> None:
         """The packages again, with what the pack looks at and nothing else."""
         shutil.rmtree(self.site, ignore_errors=True)
-        names = [f"{name}/__init__.py" for name in self.profile.packages if name not in self.missing]
+        names = [
+            f"{name}/__init__.py" for name in self.profile.packages if name not in self.missing
+        ]
         for path in {*self.files, *names}:
             full = self.site / path
             full.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,11 @@ def one_byte(text: str, name: str) -> str | None:
         row, column = word.end
         line = lines[row - 1]
         at = cut + column - 1
-        changed = [*lines[: row - 1], line[:at] + line[at].swapcase() + line[at + 1 :], *lines[row:]]
+        changed = [
+            *lines[: row - 1],
+            line[:at] + line[at].swapcase() + line[at + 1 :],
+            *lines[row:],
+        ]
         if parses("".join(changed)):
             return "".join(changed)
     return None
@@ -61,7 +65,9 @@ def one_byte(text: str, name: str) -> str | None:
 
 def renamed(text: str, name: str) -> str | None:
     last = name.rpartition(".")[2]
-    return re.sub(rf"(?m)^(\s*(?:async def |def |class )?){re.escape(last)}\b", rf"\1{last}_", text, 1)
+    return re.sub(
+        rf"(?m)^(\s*(?:async def |def |class )?){re.escape(last)}\b", rf"\1{last}_", text, 1
+    )
 
 
 def twice(text: str, name: str) -> str | None:
