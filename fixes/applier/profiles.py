@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fixes.applier.digest import LARGEST_TEXT, STATE_FOLDER
+from fixes.applier.digest import LARGEST_TEXT, LARGEST_TOML, STATE_FOLDER
 from fixes.applier.errors import UsageError
 from fixes.applier.provision import load_toml
 
@@ -117,7 +117,7 @@ class _TomlFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.text = _text(path)
+            self.text = _text(path, LARGEST_TOML)
         except (OSError, ValueError) as error:
             raise UsageError(f"{path}: cannot be read: {error}") from None
         self.document = load_toml(self.text, str(path))
@@ -263,7 +263,7 @@ def load_lock(path: Path) -> Lock:
     """Read a lock; :class:`UsageError` when it is not one that ``record`` wrote."""
     hint = "it is written by `python3 fixes/dev.py record`: restore it or record it again"
     try:
-        document = json.loads(_text(path))
+        document = json.loads(_text(path, LARGEST_TEXT))
         if document["schema"] != LOCK_SCHEMA or document["profile"] != path.name[: -len(".lock")]:
             raise ValueError("another schema or profile")
         sites = {
@@ -292,13 +292,13 @@ def _sha256(found: object) -> str:
     return found
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, limit: int) -> str:
     if not path.is_file():
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        data = file.read(LARGEST_TEXT + 1)
-    if len(data) > LARGEST_TEXT:
-        raise ValueError(f"larger than {LARGEST_TEXT >> 20} MiB")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"larger than {limit >> 10} KiB")
     return data.decode("utf-8").replace("\r\n", "\n")
 
 

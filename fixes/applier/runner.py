@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib.util
 import os
 import re
@@ -539,10 +538,7 @@ def _bytecode_changes(
     if not change.path.endswith(".py"):
         return []
     folder, _, name = change.path.rpartition("/")
-    pattern = f"{glob.escape(name[:-3])}.*.pyc"
-    on_disk = sorted(
-        p.name for p in (store.locate(change.path).parent / "__pycache__").glob(pattern)
-    )
+    on_disk = _compiled(store.locate(change.path).parent / "__pycache__", name[:-3])
     paths = {f"{folder}/__pycache__/{name}" for name in on_disk}
     source = old_files.get(change.path)
     # A source that the pack did not write is the image's, a new one maybe, and so is its bytecode.
@@ -573,7 +569,16 @@ def _cached_elsewhere(path: Path) -> list[Path]:
     if sys.pycache_prefix is None or path.suffix != ".py":
         return []
     cached = Path(importlib.util.cache_from_source(str(path)))
-    return sorted(cached.parent.glob(f"{glob.escape(path.stem)}.*.pyc"))
+    return [cached.parent / name for name in _compiled(cached.parent, path.stem)]
+
+
+def _compiled(folder: Path, stem: str) -> list[str]:
+    """The bytecode files of a source. Not `Path.glob`, for which what it may not read is empty."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if name.startswith(f"{stem}.") and name.endswith(".pyc"))
 
 
 # Around a run -------------------------------------------------------------------------------------
