@@ -37,11 +37,11 @@ def go(world: World, words: list[str]) -> Any:
     return world.run(*words, profile=None if other else "v1.0.0")
 
 
-# Nothing of the target runs ------------------------------------------------------------------------
+# Nothing of the target runs -----------------------------------------------------------------------
 
 
 def test_nothing_of_the_target_is_executed(world: World) -> None:
-    """Watched by the interpreter itself: what code objects it is given, what processes it starts."""
+    """Watched by the interpreter itself: what code it is given, what processes it starts."""
     site = str(world.site)
     for name, text in {
         "sitecustomize.py": "raise SystemExit(70)\n",
@@ -79,7 +79,7 @@ def test_nothing_of_the_target_is_executed(world: World) -> None:
     assert in_child(run) == 0
 
 
-# No path leaves the packages -----------------------------------------------------------------------
+# No path leaves the packages ----------------------------------------------------------------------
 
 OUTSIDE = (
     "vllm/../../outside.py",
@@ -209,7 +209,7 @@ def test_a_folder_that_became_a_link_is_not_followed(world: World, name: str) ->
         assert f"the folder behind it, {elsewhere}, is what is rewritten" in ran.err
 
 
-# A state folder with true hashes -------------------------------------------------------------------
+# A state folder with true hashes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [["--revert"], ["--without", "alpha"]])
@@ -322,7 +322,7 @@ def test_nothing_is_ever_made_that_everyone_may_write(world: World, umask: int) 
     assert {"mkdir", "open", "replace", "fchmod"} <= seen
 
 
-# What is printed -----------------------------------------------------------------------------------
+# What is printed ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

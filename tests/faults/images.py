@@ -76,7 +76,7 @@ class Image(World):
 
     def sites(self, fix_id: str) -> list[LockedSite]:
         """What the lock says of a fix: of alternative shapes, the one that this release has."""
-        return [site for site in self.lock.sites[fix_id]]
+        return list(self.lock.sites[fix_id])
 
     @cached_property
     def files(self) -> list[str]:

@@ -21,10 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fixes.applier.digest import LARGEST_TEXT
-from fixes.applier.files import sha256
 from tests.applier.faults import killed_after_placing
 from tests.applier.world import World
-from tests.faults.calls import Call, Calls
 from tests.faults.conftest import tally
 
 STATE = "site/vllm/.gaudi-fix-pack"
@@ -242,37 +240,32 @@ def test_a_hostile_file(place: Place, name: str) -> None:
     tally("hostile files", count, wrong)
 
 
+@pytest.mark.parametrize("name", ["site/vllm/engine.py"])
+def test_a_hostile_text_beside_the_sites(place: Place, name: str) -> None:
+    """Outside of every site it is accepted, so it is compiled too, or it is refused."""
+    wrong = []
+    place.lay_out()
+    pristine = place.path(f"{STATE}/objects/OF THE ENGINE").read_bytes()
+    codes = set()
+    for kind in HOSTILE:
+        place.lay_out()
+        HOSTILE[kind](place.path(name))
+        text = place.path(name).read_bytes()
+        place.path(name).write_bytes(pristine + b"\n" + text)
+        code, said = place.limited(["--without", "alpha"])
+        codes.add(code)
+        if code not in (0, 3) or "Traceback" in said:
+            wrong.append(f"{kind}: exit code {code}: {said[-800:]}")
+    assert codes == {0, 3}
+    tally("hostile texts beside the sites", len(HOSTILE), wrong)
+
+
 # What a fuzzer puts into a file, at any place of it.
 PIECES = st.one_of(
     st.binary(max_size=20),
-    st.sampled_from(
-        [
-            b'"',
-            b"{",
-            b"}",
-            b"[",
-            b"]",
-            b"\n",
-            b"\r",
-            b"\0",
-            b"\\",
-            b"'''",
-            b"\xff",
-            b"..",
-            b"/",
-            b"../",
-        ]
-        + [b"null", b"true", b"-1", b"1e999", b"NaN", b"vllm", b"\x0c", b"\xef\xbb\xbf", b"\\u0000"]
-        + [
-            b"[[fix]]\n",
-            b"    ",
-            b"\t",
-            b"# coding: utf-7\n",
-            b"def step(",
-            b"@",
-            b"# fix: alpha\n",
-        ]
-    ),
+    st.sampled_from(b"\" { } [ ] \\ .. / ../ ''' null true -1 1e999 NaN vllm \\u0000 @".split()),
+    st.sampled_from([b"\n", b"\r", b"\0", b"\xff", b"\x0c", b"\xef\xbb\xbf", b"    ", b"\t"]),
+    st.sampled_from([b"[[fix]]\n", b"# coding: utf-7\n", b"def step(", b"# fix: alpha\n"]),
 )
 EDITS = st.lists(
     st.tuples(st.integers(0, 1 << 30), st.integers(0, 40), PIECES), min_size=1, max_size=4

@@ -21,18 +21,23 @@ from fixes.applier.definitions import Source, Span, fingerprint
 from fixes.applier.plan import Mismatch, Mismatches, make_plan
 from fixes.applier.profiles import LockedSite
 from tests.faults.conftest import tally
-from tests.faults.images import PACK, Image
+from tests.faults.images import Image
 
-# How a definition can be another one ---------------------------------------------------------------
+# How a definition can be another one --------------------------------------------------------------
 
 
 def indent_of(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]
 
 
+def on_its_own(text: str) -> str:
+    """A definition as a file that parses: an indented one below an `if`."""
+    return f"if 1:\n{text}" if indent_of(text) else text
+
+
 def parses(text: str) -> bool:
     try:
-        ast.parse(textwrap.dedent(text))
+        ast.parse(on_its_own(text))
     except SyntaxError:
         return False
     return True
@@ -41,32 +46,29 @@ def parses(text: str) -> bool:
 def one_byte(text: str, name: str) -> str | None:
     """One letter of a name or a comment somewhere inside."""
     lines = text.splitlines(keepends=True)
-    plain = textwrap.dedent(text)
-    cut = len(lines[0]) - len(plain.splitlines(keepends=True)[0])
+    above = len(on_its_own(text).splitlines()) - len(lines)
     words = [
         token
-        for token in tokenize.generate_tokens(StringIO(plain).readline)
-        if token.type in (tokenize.NAME, tokenize.COMMENT) and token.string[-1].isalpha()
+        for token in tokenize.generate_tokens(StringIO(on_its_own(text)).readline)
+        if token.type in (tokenize.NAME, tokenize.COMMENT)
+        and token.string[-1].isalpha()
+        and token.start[0] > above
     ]
     random.Random(text).shuffle(words)
     for word in words:
-        row, column = word.end
-        line = lines[row - 1]
-        at = cut + column - 1
-        changed = [
-            *lines[: row - 1],
-            line[:at] + line[at].swapcase() + line[at + 1 :],
-            *lines[row:],
-        ]
-        if parses("".join(changed)):
-            return "".join(changed)
+        row, at = word.end[0] - above - 1, word.end[1] - 1
+        line = lines[row]
+        new = line[:at] + line[at].swapcase() + line[at + 1 :]
+        changed = "".join([*lines[:row], new, *lines[row + 1 :]])
+        if new != line and parses(changed):
+            return changed
     return None
 
 
 def renamed(text: str, name: str) -> str | None:
     last = name.rpartition(".")[2]
     return re.sub(
-        rf"(?m)^(\s*(?:async def |def |class )?){re.escape(last)}\b", rf"\1{last}_", text, 1
+        rf"(?m)^(\s*(?:async def |def |class )?){re.escape(last)}\b", rf"\1{last}_", text, count=1
     )
 
 
@@ -99,20 +101,22 @@ def mutated(source: Source, sites: Mapping[str, Span], kind: str) -> tuple[bytes
     """The file with these definitions changed, and the names of those that could be."""
     texts = {}
     tail = ""
-    done = []
     for name, span in sites.items():
         old = source.text(span)
         new = KINDS[kind][0](old, name)
-        if new is not None:
-            assert new != old
-            texts[span] = new
-            done.append(name)
-            body = textwrap.indent(textwrap.dedent(old), "    ")
-            tail += f"\n\nclass Elsewhere{len(done)}:\n{body}" if kind.startswith("moved") else ""
+        if new is None:
+            assert kind == "decorated", f"{name} was not changed"
+            continue
+        assert new != old
+        texts[span] = new
+        if kind == "moved to another class":
+            body = old if indent_of(old) else textwrap.indent(old, "    ")
+            tail += f"\n\nclass Elsewhere{span.start}:\n{body}"
+    done = [name for name, span in sites.items() if span in texts]
     return source.replaced(texts) + tail.encode(source.encoding), done
 
 
-# What is refused -----------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------
 
 
 def layers(spans: Mapping[str, Span]) -> Iterator[dict[str, Span]]:
@@ -221,7 +225,7 @@ def test_no_release_is_left_out(images: dict[str, Image]) -> None:
     assert all(image.entries for image in images.values())
 
 
-# Through the command -------------------------------------------------------------------------------
+# Through the command ------------------------------------------------------------------------------
 
 WHAT_TO_DO = "leave the fix out with --without"
 

@@ -21,7 +21,7 @@ RANDOM_SETS = 50
 
 
 def sets(image: Image) -> list[list[str]]:
-    """Each fix with what it requires (alone, if that is nothing), all of them, and sets by chance."""
+    """Each fix with what it requires (or alone), all of them, and sets by chance."""
     ids = [entry.id for entry in image.entries]
     chance = random.Random(image.release)
     found = [image.closed([fix]) for fix in ids]
