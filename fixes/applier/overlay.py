@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -245,7 +246,7 @@ def _remove_abandoned(root: str) -> None:
             if name.startswith(".") and time.time() - os.lstat(path).st_mtime > _ABANDONED:
                 if os.path.islink(path):
                     os.unlink(path)
-                elif len(name) == 13:  # ours by its form; nothing else is touched
+                elif re.fullmatch(r"\.[0-9a-f]{12}", name):  # nothing that is not ours
                     shutil.rmtree(path)
         except FileNotFoundError:
             pass  # another pod was quicker
