@@ -151,14 +151,17 @@ def _read(path: Path) -> str:
     return found[1].decode("utf-8", "replace") if found else ""
 
 
-_VERSION = r"([\w.+!-]{1,100})"
-
-
 def _version_in_metadata(info: Path | None) -> str:
     """The version; nothing where an interrupted uninstall left a folder without metadata."""
     text = (_read(info / "METADATA") or _read(info / "PKG-INFO")) if info else ""
-    match = re.search(rf"^Version:[ \t]*{_VERSION}[ \t\r]*$", text, re.M | re.I)
-    return match.group(1) if match else ""
+    match = re.search(r"^Version:(.*)$", text, re.M | re.I)
+    return _version(match.group(1)) if match else ""
+
+
+def _version(found: str) -> str:
+    """The text if it can be one: it is printed, and compared in a time that grows with it."""
+    found = found.strip()
+    return found if re.fullmatch(r"[ -~]{1,100}", found) else ""
 
 
 def _commit_in_version_file(path: Path) -> str:
@@ -167,8 +170,8 @@ def _commit_in_version_file(path: Path) -> str:
 
 
 def _version_in_file(path: Path) -> str:
-    match = re.search(rf"\bversion\s*=\s*['\"]{_VERSION}['\"]", _read(path))
-    return match.group(1) if match else ""
+    match = re.search(r"\bversion\s*=\s*['\"]([^'\"]+)['\"]", _read(path))
+    return _version(match.group(1)) if match else ""
 
 
 def _commit_in_version(version: str) -> str:
