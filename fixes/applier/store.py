@@ -43,7 +43,7 @@ from fixes.applier.profiles import check_path
 
 MANIFEST_SCHEMA = 1
 
-_MARK = re.compile(rb"^\s*# fix: [a-z][a-z0-9-]*\s*$", re.M)
+_MARK = re.compile(rb"^[ \t]*# fix: [a-z][a-z0-9-]*[ \t\r]*$", re.M)
 
 
 @dataclass(frozen=True)
