@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,3 +91,39 @@ def test_killed_at_a_call(scenario: Scenario, fault: str) -> None:
         found = [*scenario.wrong_files(), *after_one_more_run(scenario)]
         wrong += [f"{fault} {number}, {scenario.calls[number - 1]}: {text}" for text in found]
     tally("kills at a call", count, wrong)
+
+
+AUDITED = {
+    "open": ["open"],
+    "os.mkdir": ["mkdir"],
+    "os.rename": ["rename", "replace"],
+    "os.remove": ["unlink"],
+    "os.rmdir": ["rmdir"],
+    "os.symlink": ["symlink"],
+}
+
+
+def test_no_call_goes_uncounted(scenario: Scenario) -> None:
+    """What the interpreter reports of its own accord, of calls with a path, has been counted."""
+
+    def run() -> None:
+        seen: Counter[str] = Counter()
+        calls = Calls(scenario.roots)
+
+        def hook(event: str, args: tuple[object, ...]) -> None:
+            about = args[1] if event in ("os.rename", "os.symlink") else args[0] if args else None
+            if event in AUDITED and isinstance(about, (str, os.PathLike)):
+                seen[event] += os.fspath(about).startswith(calls.roots)
+
+        scenario.lay_out()
+        sys.addaudithook(hook)
+        seen.clear()
+        with calls.watched():
+            scenario.run()
+        counted = Counter(call.name for call in calls.log if call.path.startswith(calls.roots))
+        for event, names in AUDITED.items():
+            if seen[event] > sum(counted[name] for name in names):
+                os._exit(1)
+        os._exit(0 if seen["open"] > 10 else 2)
+
+    assert in_child(run) == 0
