@@ -26,7 +26,7 @@ from tests.applier.world import World
 from tests.faults.conftest import tally
 
 STATE = "site/vllm/.gaudi-fix-pack"
-EXAMPLES = 40  # of the fuzzer, for each file
+EXAMPLES = 25  # of the fuzzer, for each file
 SECONDS, MEMORY = 60, 3 << 30
 
 # Every file that the applier reads, relative to the world, and what it is when it is not there.
