@@ -123,7 +123,7 @@ class Scenario:
         return found
 
     def touched(self) -> bool:
-        """Is anything another than before the run, in the packages or in the state folder?
+        """Is anything another than before the run, in the packages, the state or the overlays?
 
         The empty folder of a run whose locking failed is nothing: another may hold that lock.
         """
@@ -131,7 +131,7 @@ class Scenario:
         more = set(now) - set(self.start_state)
         if more == {STATE, f"{STATE}/lock"}:
             now = {name: facts for name, facts in now.items() if name not in more}
-        return now != self.start_state
+        return now != self.start_state or self.overlays.exists()
 
     def wrong_files(self) -> Iterator[str]:
         """Files that are neither as they were nor as they become."""
