@@ -17,7 +17,6 @@ from tests.faults.calls import FAULTS, Calls
 from tests.faults.conftest import tally
 from tests.faults.scenarios import KINDS, Scenario
 
-
 # A recovery and then an apply: both are here on their own, and together under a power loss.
 TWO_IN_ONE = "applying over a dead run"
 
