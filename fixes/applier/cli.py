@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(root: str, argv: Sequence[str] | None = None) -> int:
     """Run the command for the pack checked out at ``root`` and return its exit code."""
     started = time.perf_counter()
-    args = _parser().parse_args(argv)
+    os.umask(os.umask(0o077) | 0o002)  # what this run or its pip makes, not everyone may write
+    args = _parser().parse_intermixed_args(argv)
     try:
         document = _run(root, args)
     except PackError as error:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from fixes.applier.digest import LARGEST_TEXT
 from fixes.applier.errors import ImageMismatch
 
 # Python's own idea of a line; str.splitlines would also split at form feeds and the like.
@@ -73,6 +74,9 @@ class Source:
     def definitions(self) -> dict[str, list[Span]]:
         """Functions, classes, methods and module- or class-level assignments by qualified name."""
         found: dict[str, list[Span]] = {}
+        if len(self.data) > LARGEST_TEXT:
+            size = f"{LARGEST_TEXT >> 20} MiB"
+            raise ImageMismatch(f"{self.path}: larger than {size}, so it is not parsed")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter(

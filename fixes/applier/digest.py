@@ -10,6 +10,12 @@ VERSION = "0.1.0"
 # Beside the package's own modules; what a run without libcst and TOML has to know.
 STATE_FOLDER = ".gaudi-fix-pack"
 
+# What is read at most, in bytes. The largest source of vLLM has 0.4 MiB; parsing takes up to 900
+# times a file's size. Other files (bytecode, kept copies) are only hashed and copied.
+LARGEST_TEXT = 1 << 20
+LARGEST_TOML = 64 << 10  # the time of a TOML parser may grow with the square of it
+LARGEST_FILE = 64 << 20
+
 
 def digest(root: str) -> str:
     """SHA-256 over the code, profiles and locks below ``root``, the pack's checkout."""

@@ -14,7 +14,7 @@ import re
 import sys
 
 from fixes.applier import overlay, report
-from fixes.applier.digest import STATE_FOLDER, digest
+from fixes.applier.digest import LARGEST_FILE, LARGEST_TEXT, STATE_FOLDER, digest
 
 # What a lock leaves out because it is so nearly always: `profiles.LockedSite`'s defaults.
 _UNSAID = {"shape": "", "rewritten": True}
@@ -82,7 +82,7 @@ def _in_place(
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """The manifest of the packages themselves, and their files, if they are as it says."""
     state = os.path.join(folders[next(iter(folders))], STATE_FOLDER)
-    manifest = json.loads(_read(os.path.join(state, "manifest.json")))
+    manifest = json.loads(_read(os.path.join(state, "manifest.json"), LARGEST_TEXT))
     if (
         manifest["request"] != request
         or {name: entry["folder"] for name, entry in manifest["packages"].items()} != folders
@@ -137,9 +137,10 @@ def _folder(name: str, request: dict[str, Any]) -> str | None:
     return os.path.realpath(os.path.dirname(origin)) if found else None
 
 
-def _read(path: str) -> bytes:
-    if not os.path.isfile(path):
-        raise ValueError(path)  # opening a pipe would wait for ever
+def _read(path: str, limit: int = LARGEST_FILE) -> bytes:
+    # Opening a pipe would wait for ever.
+    if not os.path.isfile(path) or os.path.getsize(path) > limit:
+        raise ValueError(path)
     with open(path, "rb") as file:
         return file.read()
 

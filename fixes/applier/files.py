@@ -14,6 +14,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from fixes.applier.digest import LARGEST_FILE
 from fixes.applier.errors import ImageMismatch
 
 TEMPORARY_SUFFIX = ".gaudi-fix-pack~"
@@ -36,10 +37,11 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def read_file(path: Path) -> tuple[FileState, bytes] | None:
+def read_file(path: Path, limit: int = LARGEST_FILE) -> tuple[FileState, bytes] | None:
     """A file's state and content; None where there is nothing.
 
-    Raises :class:`ImageMismatch` for what is no regular file (nor a link to one).
+    Raises :class:`ImageMismatch` for what is no regular file (nor a link to one), and for one of
+    more than ``limit`` bytes.
     """
     try:
         itself = os.lstat(path)
@@ -51,7 +53,9 @@ def read_file(path: Path) -> tuple[FileState, bytes] | None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ImageMismatch(f"{path}: not a regular file")
-        data = file.read()
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ImageMismatch(f"{path}: larger than {limit >> 20} MiB, so it is not read")
     state = FileState(
         sha256(data),
         stat.S_IMODE(found.st_mode),

@@ -76,5 +76,7 @@ class LoadedFix:
             raise UsageError(
                 f"{module.__file__}: a fix needs a docstring, FIX = Fix(...) and at least one @site"
             )
+        if not all(path.endswith(".py") for path in fix.support):
+            raise UsageError(f"{module.__file__}: what a fix adds are Python modules, named .py")
         folder = (module.__file__ or "").rpartition("/")[0]
         return cls(fix_id, fix, sites, module.__doc__, folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fixes.applier.digest import LARGEST_TEXT
 from fixes.applier.errors import ImageMismatch
+from fixes.applier.files import read_file
 from fixes.applier.profiles import PackagePin
 
 
@@ -93,27 +94,23 @@ def _editable_mapping(site_packages: Path) -> dict[str, Path]:
     """The package folders named by setuptools' editable finders, read and not run."""
     mapping: dict[str, Path] = {}
     for finder in site_packages.glob("__editable___*_finder.py"):
-        match = re.search(r"^MAPPING\b[^=]*=\s*(\{.*\})\s*$", _read(finder), re.M)
-        with contextlib.suppress(ValueError, SyntaxError, TypeError):  # damaged: it finds nothing
+        match = re.search(r"^MAPPING\b[^=\n]*=\s*(\{.*\})\s*$", _read(finder), re.M)
+        with contextlib.suppress(Exception):  # damaged or hostile: it finds nothing
             found = ast.literal_eval(match.group(1)) if match else {}
-            mapping.update({name: Path(folder) for name, folder in found.items()})
+            folders = {name: Path(folder) for name, folder in found.items()}
+            mapping.update({n: folder for n, folder in folders.items() if folder.is_dir()})
     return mapping
 
 
 def _describe(pin: PackagePin, imported: Path, path: list[str] | None) -> Package:
     """Version and commit as far as the installation tells; images often say less than the truth."""
     folder = Path(os.path.realpath(imported))
-    found = list(
-        importlib.metadata.Distribution.discover(
-            name=pin.distribution, path=sys.path if path is None else path
-        )
-    )
-    version = _version_of(found[0]) if found else ""
-    version = version or _version_in_file(folder / "_version.py")
+    info = _metadata_folder(pin.distribution, sys.path if path is None else path)
+    version = _version_in_metadata(info) or _version_in_file(folder / "_version.py")
     commits = [
         _commit_in_version_file(folder / "_version.py"),
         _commit_in_version(version),
-        _commit_in_direct_url(found[0] if found else None),
+        _commit_in_direct_url(info),
         _commit_of_checkout(folder.parent),
     ]
     note = ""
@@ -130,19 +127,41 @@ def _describe(pin: PackagePin, imported: Path, path: list[str] | None) -> Packag
     return Package(pin.name, folder, version or "unknown", commit, note)
 
 
-def _version_of(distribution: importlib.metadata.Distribution) -> str:
-    """Its version; nothing where an interrupted uninstall left a folder without metadata."""
-    try:
-        return distribution.metadata["Version"] or ""
-    except (KeyError, TypeError, ValueError):
-        return ""
+def _metadata_folder(distribution: str, path: Sequence[str]) -> Path | None:
+    """Where pip keeps what it knows of a distribution. `importlib.metadata` reads without limit."""
+    wanted = _plain(distribution)
+    for entry in path:
+        for info in sorted(Path(entry).glob("*-*info")):
+            name, _, kind = info.name.rpartition(".")
+            if kind in ("dist-info", "egg-info") and _plain(name.split("-")[0]) == wanted:
+                return info
+    return None
+
+
+def _plain(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _read(path: Path) -> str:
+    """The text of a file; nothing where it cannot be had, is a pipe or of no reasonable size."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
+        found = read_file(path, LARGEST_TEXT)
+    except (OSError, ValueError, ImageMismatch):
         return ""
+    return found[1].decode("utf-8", "replace") if found else ""
+
+
+def _version_in_metadata(info: Path | None) -> str:
+    """The version; nothing where an interrupted uninstall left a folder without metadata."""
+    text = (_read(info / "METADATA") or _read(info / "PKG-INFO")) if info else ""
+    match = re.search(r"^Version:(.*)$", text, re.M | re.I)
+    return _version(match.group(1)) if match else ""
+
+
+def _version(found: str) -> str:
+    """The text if it can be one: it is printed, and compared in a time that grows with it."""
+    found = found.strip()
+    return found if re.fullmatch(r"[ -~]{1,100}", found) else ""
 
 
 def _commit_in_version_file(path: Path) -> str:
@@ -152,7 +171,7 @@ def _commit_in_version_file(path: Path) -> str:
 
 def _version_in_file(path: Path) -> str:
     match = re.search(r"\bversion\s*=\s*['\"]([^'\"]+)['\"]", _read(path))
-    return match.group(1) if match else ""
+    return _version(match.group(1)) if match else ""
 
 
 def _commit_in_version(version: str) -> str:
@@ -160,13 +179,18 @@ def _commit_in_version(version: str) -> str:
     return match.group(1) if match else ""
 
 
-def _commit_in_direct_url(distribution: importlib.metadata.Distribution | None) -> str:
+def _commit_in_direct_url(info: Path | None) -> str:
     try:
-        text = distribution.read_text("direct_url.json") if distribution else None
-        found = json.loads(text or "{}").get("vcs_info", {}).get("commit_id", "")
+        text = _read(info / "direct_url.json") if info else ""
+        return _commit(json.loads(text or "{}").get("vcs_info", {}).get("commit_id", ""))
     except (ValueError, AttributeError, RecursionError):
         return ""
-    return found if isinstance(found, str) else ""
+
+
+def _commit(found: object) -> str:
+    """The text if it is a commit: whatever else a file holds is none of ours to print."""
+    is_one = isinstance(found, str) and re.fullmatch(r"[0-9a-f]{7,64}", found)
+    return str(found) if is_one else ""
 
 
 def _commit_of_checkout(folder: Path) -> str:
@@ -178,11 +202,11 @@ def _commit_of_checkout(folder: Path) -> str:
     common = git / (_read(git / "commondir").strip() or ".")
     head = _read(git / "HEAD").strip()
     if not head.startswith("ref: "):
-        return head if re.fullmatch(r"[0-9a-f]{40}", head) else ""
+        return _commit(head)
     ref = head[len("ref: ") :]
     loose = _read(common / ref).strip()
     packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _read(common / "packed-refs"), re.M)
-    return loose or (packed.group(1) if packed else "")
+    return _commit(loose) or (packed.group(1) if packed else "")
 
 
 def release_differs(pin: PackagePin, package: Package) -> bool:
@@ -195,11 +219,11 @@ def release_differs(pin: PackagePin, package: Package) -> bool:
 
     same_commit = package.commit and pin.commit.startswith(package.commit[:7])
     try:
-        found = Version(package.version)
+        found, pinned = Version(package.version), Version(pin.version)
     except InvalidVersion:
         return False
     # Of base versions, so that 0.26 is 0.26.0.
-    same_release = Version(found.base_version) == Version(Version(pin.version).base_version)
+    same_release = Version(found.base_version) == Version(pinned.base_version)
     return not same_commit and any(found.release) and not same_release
 
 

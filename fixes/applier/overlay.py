@@ -18,10 +18,11 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 
-from fixes.applier.digest import STATE_FOLDER
+from fixes.applier.digest import LARGEST_FILE, LARGEST_TEXT, STATE_FOLDER
 
 # The run that finds its overlay built loads nothing else.
 TYPE_CHECKING = False
@@ -57,8 +58,7 @@ def find(
         if name.startswith(".") or os.path.islink(path) or not is_overlay(path):
             continue
         try:
-            with open(os.path.join(path, NAME), "rb") as file:
-                document = json.loads(file.read())
+            document = json.loads(_content(os.path.join(path, NAME), LARGEST_TEXT))
             if (
                 (document["schema"], document["request"]) == (_SCHEMA, request)
                 and document["digest"] == digest
@@ -131,16 +131,25 @@ def make_current(path: str) -> None:
 def hash_of(path: str) -> str | None:
     """SHA-256 of a file; None where there is none."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        return hashlib.sha256(_content(path, LARGEST_FILE)).hexdigest()
     except FileNotFoundError:
         return None
 
 
+def _content(path: str, limit: int) -> bytes:
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        raise ValueError(f"{path}: no regular file, or larger than {limit >> 20} MiB")
+    with open(path, "rb") as file:
+        return file.read()
+
+
 def in_image(folders: Mapping[str, str], path: str) -> str:
     """The place in the image of a path such as ``vllm/v1/engine/core.py``."""
-    name, _, rest = path.partition("/")
-    return os.path.join(folders[name], *rest.split("/"))
+    name, *rest = path.split("/")
+    if not rest or any(part in ("", ".", "..") for part in rest):
+        raise ValueError(f"a path that leaves the package folders: {path!r}")
+    return os.path.join(folders[name], *rest)
 
 
 def _is_whole(path: str, folders: Mapping[str, str], files: Mapping[str, Any]) -> bool:
@@ -186,12 +195,12 @@ def _layout(
     for folder in sorted(own):
         yield folder, None
         image = in_image(folders, folder) if "/" in folder else folders[folder]
-        for name in sorted(os.listdir(image)) if os.path.isdir(image) else ():
+        for name in _names(image):
             path = f"{folder}/{name}"
             full = os.path.join(image, name)
-            if name == "__pycache__" and os.path.isdir(full):
+            if name == "__pycache__":
                 yield path, None
-                for compiled in sorted(os.listdir(full)):
+                for compiled in _names(full):
                     if f"{folder}/{compiled.split('.')[0]}.py" not in files:
                         yield f"{path}/{compiled}", os.path.join(full, compiled)
             elif path not in own and path not in files and not _is_ours(name):
@@ -199,6 +208,14 @@ def _layout(
         for path, hashes in files.items():
             if path.rpartition("/")[0] == folder and hashes["own"] is not None:
                 yield path, None
+
+
+def _names(folder: str) -> list[str]:
+    """What a folder of the image holds; a new one of the pack is not there. Other errors count."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def _is_ours(name: str) -> bool:

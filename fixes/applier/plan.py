@@ -253,5 +253,7 @@ def _support_modules(fix: LoadedFix, read: Callable[[str], bytes | None]) -> lis
                 " the package"
             )
         data = (Path(fix.folder) / beside).read_bytes().replace(b"\r\n", b"\n")
+        # At the end, so that a traceback's line numbers are those of the file beside the fix.
+        data = data.rstrip(b"\n") + f"\n{MARKER}{fix.id}\n".encode()
         planned.append(PlannedFile(path, None, data, (fix.id,)))
     return planned

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fixes.applier.digest import LARGEST_TEXT, LARGEST_TOML, STATE_FOLDER
 from fixes.applier.errors import UsageError
 from fixes.applier.provision import load_toml
 
@@ -115,10 +117,11 @@ class _TomlFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            self.text = _text(path, LARGEST_TOML)
+        except (OSError, ValueError) as error:
             raise UsageError(f"{path}: cannot be read: {error}") from None
         self.document = load_toml(self.text, str(path))
+        self._headers = Counter(line.split("#")[0].strip() for line in self.text.split("\n"))
 
     def error(self, message: str, *search: str, nth: int = 0) -> UsageError:
         """An error at the line found by following the regular expressions downwards.
@@ -137,8 +140,7 @@ class _TomlFile:
 
     def need_headers(self, header: str, count: int, *search: str) -> None:
         """Insist on one way to write tables: errors and the fast path go by these lines."""
-        found = sum(line.split("#")[0].strip() == header for line in self.text.split("\n"))
-        if found != count:
+        if self._headers[header] != count:
             raise self.error(f"write every such table as {header} on a line of its own", *search)
 
     def check_keys(
@@ -261,7 +263,7 @@ def load_lock(path: Path) -> Lock:
     """Read a lock; :class:`UsageError` when it is not one that ``record`` wrote."""
     hint = "it is written by `python3 fixes/dev.py record`: restore it or record it again"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(_text(path, LARGEST_TEXT))
         if document["schema"] != LOCK_SCHEMA or document["profile"] != path.name[: -len(".lock")]:
             raise ValueError("another schema or profile")
         sites = {
@@ -290,10 +292,20 @@ def _sha256(found: object) -> str:
     return found
 
 
+def _text(path: Path, limit: int) -> str:
+    if not path.is_file():
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"larger than {limit >> 10} KiB")
+    return data.decode("utf-8").replace("\r\n", "\n")
+
+
 def check_path(path: str) -> None:
-    """Refuse a path that does not stay inside a package folder."""
+    """Refuse a path that does not stay inside a package folder, or goes into the state folder."""
     parts = path.split("/")
     if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or "\\" in path:
         raise ValueError(f"a path that leaves the package folders: {path!r}")
-    if not _PACKAGE.match(parts[0]) or "\0" in path:
+    if not _PACKAGE.match(parts[0]) or "\0" in path or parts[1] == STATE_FOLDER:
         raise ValueError(f"not a path inside a package: {path!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib.util
 import os
 import re
@@ -25,7 +24,15 @@ from fixes.applier.pack import Pack
 from fixes.applier.plan import MARKER, Mismatches, PlannedFile, fits, make_plan
 from fixes.applier.profiles import Lock, PackagePin, Profile
 from fixes.applier.selection import Selection
-from fixes.applier.store import Change, FileEntry, Manifest, Store, describe
+from fixes.applier.store import (
+    Change,
+    FileEntry,
+    Manifest,
+    Store,
+    describe,
+    is_marked,
+    source_of,
+)
 
 _SUPPORT_MODE = 0o644
 
@@ -354,6 +361,12 @@ class _Pristine:
         now = on_disk[0].sha256 if on_disk else None
         if entry is not None:
             if now == (entry.applied and entry.applied.sha256):
+                if on_disk and not is_marked(on_disk[1]):
+                    raise ImageMismatch(
+                        f"{self.store.locate(path)}: {self.store.folder} says that the pack wrote"
+                        " it, and it carries no mark of the pack, so it is left alone; reinstall"
+                        " the package and remove that folder"
+                    )
                 if entry.pristine is None:
                     return None
                 return entry.pristine, self.store.object(entry.pristine.sha256)
@@ -482,7 +495,7 @@ def _changes(
     changes += sources
     changed = {change.path for change in changes}
     for path, entry in old_files.items():
-        source = _source_of(path)
+        source = source_of(path)
         as_it_was = source in files and source not in changed
         if entry.applied is None and path not in files and as_it_was:
             files[path] = entry
@@ -525,16 +538,13 @@ def _bytecode_changes(
     if not change.path.endswith(".py"):
         return []
     folder, _, name = change.path.rpartition("/")
-    pattern = f"{glob.escape(name[:-3])}.*.pyc"
-    on_disk = sorted(
-        p.name for p in (store.locate(change.path).parent / "__pycache__").glob(pattern)
-    )
+    on_disk = _compiled(store.locate(change.path).parent / "__pycache__", name[:-3])
     paths = {f"{folder}/__pycache__/{name}" for name in on_disk}
     source = old_files.get(change.path)
     # A source that the pack did not write is the image's, a new one maybe, and so is its bytecode.
     was_shipped = source is None or not _same(source.applied, change.old)
     if not was_shipped:
-        paths |= {path for path in old_files if _source_of(path) == change.path}
+        paths |= {path for path in old_files if source_of(path) == change.path}
     changes = []
     for path in sorted(paths):
         found = store.read(path)
@@ -554,18 +564,21 @@ def _bytecode_changes(
     return changes
 
 
-def _source_of(path: str) -> str:
-    """The source of a bytecode path ``a/__pycache__/b.cpython-312.pyc``: ``a/b.py``."""
-    folder, _, name = path.rpartition("/__pycache__/")
-    return f"{folder}/{name.split('.')[0]}.py" if folder and path.endswith(".pyc") else ""
-
-
 def _cached_elsewhere(path: Path) -> list[Path]:
     """Bytecode of a source under PYTHONPYCACHEPREFIX: a cache, so it is removed and that is all."""
     if sys.pycache_prefix is None or path.suffix != ".py":
         return []
     cached = Path(importlib.util.cache_from_source(str(path)))
-    return sorted(cached.parent.glob(f"{glob.escape(path.stem)}.*.pyc"))
+    return [cached.parent / name for name in _compiled(cached.parent, path.stem)]
+
+
+def _compiled(folder: Path, stem: str) -> list[str]:
+    """The bytecode files of a source. Not `Path.glob`, for which what it may not read is empty."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if name.startswith(f"{stem}.") and name.endswith(".pyc"))
 
 
 # Around a run -------------------------------------------------------------------------------------

@@ -17,14 +17,15 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fixes.applier.digest import STATE_FOLDER
+from fixes.applier.digest import LARGEST_TEXT, STATE_FOLDER
 from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
 from fixes.applier.files import (
     TEMPORARY_SUFFIX,
@@ -41,6 +42,8 @@ from fixes.applier.locate import Package
 from fixes.applier.profiles import check_path
 
 MANIFEST_SCHEMA = 1
+
+_MARK = re.compile(rb"^[ \t]*# fix: [a-z][a-z0-9-]*[ \t\r]*$", re.M)
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ class Manifest:
         if document.pop("schema") != MANIFEST_SCHEMA:
             raise ValueError("another schema")
         files = {}
-        for path, entry in document.pop("files").items():
-            check_path(path)
+        paths = document.pop("files")
+        _check_paths(paths)
+        for path, entry in paths.items():
             files[path] = FileEntry(
                 _state(entry["pristine"]), _state(entry["applied"]), _texts(entry["fixes"])
             )
@@ -97,6 +101,26 @@ class Change:
     old: FileState | None
     new: FileState | None
     data: bytes | None = None
+
+
+def _check_paths(paths: Collection[str]) -> None:
+    """Only sources, and bytecode of sources that are named too, are ever rewritten or restored."""
+    for path in paths:
+        check_path(path)
+        source = source_of(path)
+        if not path.endswith(".py") and source not in paths:
+            raise ValueError(f"{path}: not a file that the pack writes")
+
+
+def source_of(path: str) -> str:
+    """The source of a bytecode path ``a/__pycache__/b.cpython-312.pyc``: ``a/b.py``."""
+    folder, _, name = path.rpartition("/__pycache__/")
+    return f"{folder}/{name.split('.')[0]}.py" if folder and path.endswith(".pyc") else ""
+
+
+def is_marked(data: bytes) -> bool:
+    """Does a file carry the mark of any fix, as all that the pack has written do?"""
+    return _MARK.search(data) is not None
 
 
 def _texts(found: object) -> tuple[str, ...]:
@@ -204,7 +228,7 @@ class Store:
                 raise ImageMismatch(f"{folder}: is a link, and the pack makes none; remove it")
         manifest = self.manifest()
         names = [path.name for path in self._state_files()]
-        unsettled = "journal.json" in names or (manifest is None and self.folder.exists())
+        unsettled = "journal.json" in names or (manifest is None and _is_there(self.folder))
         unsettled = unsettled or any(name.endswith(TEMPORARY_SUFFIX) for name in names)
         return (manifest.transaction if manifest else None), unsettled
 
@@ -214,7 +238,7 @@ class Store:
                 yield from list(folder.iterdir())
 
     def _load(self, name: str) -> dict[str, Any] | None:
-        found = read_file(self.folder / name)
+        found = read_file(self.folder / name, LARGEST_TEXT)
         if found is None:
             return None
         try:
@@ -242,14 +266,15 @@ class Store:
             yield
         except BaseException:
             with contextlib.suppress(Exception):  # what was kept for a run that came to nothing
-                if not (self.folder / "journal.json").exists():
+                if not _is_there(self.folder / "journal.json"):
                     self._forget_objects(self.manifest())
             raise
         finally:
-            try:
+            # The run is over, well or not, whatever becomes of this: the next one tidies up.
+            with contextlib.suppress(Exception):
                 if not _in_use(self.folder):
                     self._remove_folder()
-            finally:
+            with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     def _take_lock(self, deadline: float) -> int:
@@ -258,7 +283,7 @@ class Store:
             try:
                 with contextlib.suppress(FileExistsError):
                     _make_folder(self.folder)
-            except OSError:
+            except BaseException:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.folder)  # it could be made, but not as it should be
                 raise
@@ -267,7 +292,7 @@ class Store:
                 descriptor = os.open(path, flags, 0o600)
             except FileNotFoundError:
                 continue  # a run that reverted removed the folder under us
-            except OSError:
+            except BaseException:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.folder)  # no more than the empty one made above
                 raise
@@ -376,7 +401,7 @@ class Store:
             remove_file(self.folder / "journal.json")
             sync_folder(self.folder)
             self._forget_objects(manifest)
-        except OSError as error:  # the run is committed: this is only tidying up
+        except Exception as error:  # the run is committed: this is only tidying up
             self.notes.append(f"{describe(error)}; the next run tidies the state folder up")
 
     def recover(self) -> str:
@@ -393,8 +418,8 @@ class Store:
                 Change(entry["path"], _state(entry["old"]), _state(entry["new"]))
                 for entry in journal["changes"]
             ]
+            _check_paths([change.path for change in changes])
             for change in changes:
-                check_path(change.path)
                 if change.path.split("/")[0] not in self.packages:
                     raise ValueError(f"{change.path}: no package of this installation")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -415,14 +440,19 @@ class Store:
         strange = []
         wanted = []
         for change in changes:
-            now = self.hash_of(change.path)
+            found = self.read(change.path)
+            now = found[0].sha256 if found else None
             if now == (change.old and change.old.sha256):
                 continue
-            # Bytecode that is neither was compiled by whoever imported the half-written package.
-            if now != (change.new and change.new.sha256) and not change.path.endswith(".pyc"):
-                strange.append(str(self.locate(change.path)))
             data = self.object(change.old.sha256) if change.old else None
             wanted.append((change, data))
+            # Bytecode that is neither was compiled by whoever imported the half-written package.
+            if change.path.endswith(".pyc"):
+                continue
+            if now != (change.new and change.new.sha256):
+                strange.append(str(self.locate(change.path)))
+            elif not is_marked(found[1] if found else b"") and not is_marked(data or b""):
+                raise self._damaged("journal.json", ValueError(f"{change.path} carries no mark"))
         if strange:
             raise ImageMismatch(
                 "an interrupted run cannot be rolled back: somebody changed "
@@ -439,10 +469,23 @@ class Store:
             return
         full = self.locate(path)
         if full.parent.name == "__pycache__":
-            full.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                _make_folder(full.parent)
         assert data is not None
-        if not stage_file(full, state, data):
+        granted = replace(state, mode=state.mode & (0o755 | self._granted(path)))
+        if not stage_file(full, granted, data):
             self.notes.append(f"{full}: its owner could not be kept (not permitted)")
+
+    def _granted(self, path: str) -> int:
+        """The permissions of a file's predecessor, or of the source of what is compiled.
+
+        The manifest may have been tampered with: it gives nobody the right to write to a file, or
+        to run it as somebody else, that nobody has there now.
+        """
+        for name in filter(None, (path, source_of(path))):
+            with contextlib.suppress(FileNotFoundError):
+                return os.stat(self.locate(name)).st_mode & 0o7777
+        return 0
 
     def _place(self, path: str, state: FileState | None) -> None:
         full = self.locate(path)
@@ -468,7 +511,16 @@ class Store:
 
 
 def _in_use(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("manifest.json", "journal.json"))
+    return any(map(_is_there, (folder / "manifest.json", folder / "journal.json")))
+
+
+def _is_there(path: Path) -> bool:
+    """Not `Path.exists`: whether that takes an error for absence depends on the Python."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _make_folder(path: Path) -> None:
@@ -486,7 +538,9 @@ def _json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def describe(error: OSError) -> str:
-    """An operating-system error with its file."""
+def describe(error: Exception) -> str:
+    """An error, one of the operating system with its file."""
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"

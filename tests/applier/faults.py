@@ -15,6 +15,8 @@ WRITING = """
     chmod fchmod fchown fsync link mkdir open rename replace rmdir symlink unlink utime write
 """
 
+_OPEN = os.open
+
 
 class Counter:
     """Counts the calls, and acts in the place of the n-th (0: only counts)."""
@@ -30,7 +32,8 @@ class Counter:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             # Other threads, those that run child processes of the suite, are none of our business.
-            if threading.get_ident() == self.thread:
+            looks = function is _OPEN and not args[1] & (os.O_WRONLY | os.O_RDWR)
+            if threading.get_ident() == self.thread and not looks:
                 self.calls += 1
                 if self.calls == self.number:
                     self.act()
