@@ -32,7 +32,9 @@ else:
         """libcst, imported when an edit needs it: --list and --explain work on a stock image."""
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("libcst"), name)
+            found = getattr(importlib.import_module("libcst"), name)
+            setattr(self, name, found)  # from now on without coming here
+            return found
 
     cst = _OnFirstUse()
 
@@ -367,6 +369,19 @@ def _statements(source: str, layout: Layout) -> list[Any]:
     return [first.with_changes(leading_lines=[*header, *first.leading_lines]), *rest]
 
 
+def _same_code(one: Any, other: Any) -> bool:
+    """Are two syntax trees the same? Ends at the first difference, which is all there is to know."""
+    if isinstance(one, ast.AST):
+        return type(one) is type(other) and all(
+            _same_code(getattr(one, name, None), getattr(other, name, None)) for name in one._fields
+        )
+    if isinstance(one, list):
+        return (
+            isinstance(other, list) and len(one) == len(other) and all(map(_same_code, one, other))
+        )
+    return type(one) is type(other) and bool(one == other)
+
+
 def rewrite(
     text: str, where: str, codemods: Sequence[tuple[str, Callable[[Definition], None]]]
 ) -> str:
@@ -400,7 +415,7 @@ def rewrite(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the target's invalid escapes
-            same = ast.dump(ast.parse(printed)) == ast.dump(ast.parse(header + text + final))
+            same = _same_code(ast.parse(printed), ast.parse(header + text + final))
     except SyntaxError as error:
         raise SiteMismatch(f"{where}: the rewrite is no Python: {error}") from None
     if same:
