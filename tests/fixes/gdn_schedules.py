@@ -1,6 +1,6 @@
 """Random schedules on vLLM's real scheduler and KV-cache manager, with a model that is a hash.
 
-The model has three groups of recurrent layers and one of attention, as a Qwen3.5 hybrid. A request's
+The model has three groups of recurrent layers and one of attention, as Qwen3.5 has. A request's
 state is a hash of all tokens it has seen; each token leaves a hash of itself in the KV cache; the
 next token is a hash of the state and of all that attention sees. So one wrong word of a state, or
 of a page that a living request relies on, changes the answer.
