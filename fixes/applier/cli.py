@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
 import time
 
-from fixes.applier import fast, report
+from fixes.applier import fast, overlay, report
 from fixes.applier.digest import VERSION, digest
 from fixes.applier.errors import ImageMismatch, PackError, UsageError
 
@@ -39,6 +40,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())
         self.exit(2, f"{PREFIX} {usage}\n{PREFIX} error: {message}\n")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,8 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         help="rewrite this package only (vllm or vllm_gaudi)",
     )
     parser.add_argument(
+        "--overlay",
+        metavar="DIR",
+        help="leave the packages as they are; build repaired ones in DIR and print the line that"
+        " puts them first on the path",
+    )
+    parser.add_argument(
         "--lock-timeout",
-        type=float,
+        type=_seconds,
         default=120.0,
         metavar="SECONDS",
         help="how long to wait for another run (default: 120)",
@@ -126,8 +140,9 @@ def request_of(args: argparse.Namespace) -> dict[str, Any]:
 def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
     request = request_of(args)
     applies = not (args.list or args.explain or args.status or args.revert)
+    overlays = _overlays(args)
     if applies and args.profile and not args.dry_run and not args.diff:
-        document = fast.nothing_to_do(root, request)
+        document = fast.nothing_to_do(root, request, overlays)
         if document is not None:
             return document
 
@@ -146,7 +161,7 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
         return _explained(pack, args.explain)
     folder = _site_packages(args.site_packages)
     if applies:
-        result = _apply(pack, args, request, folder)
+        result = _apply(pack, args, request, folder, overlays)
     else:
         from fixes.applier import runner
 
@@ -165,11 +180,15 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
         for note in result.notes:
             print(f"{PREFIX} {note}", file=sys.stderr)
         return None
-    command = "revert" if args.revert else "status" if args.status else "apply"
-    document = _document(pack, command, result)
+    document = _document(pack, _command(args), result)
     if args.diff:
         document["diff"] = "".join(_diff(result))
     return document
+
+
+def _command(args: argparse.Namespace) -> str:
+    named = ("list", "explain", "status", "revert")
+    return next((name for name in named if getattr(args, name)), "apply")
 
 
 def _refuse(args: argparse.Namespace, option: str, *others: str) -> None:
@@ -190,8 +209,27 @@ def _site_packages(text: str | None) -> Path | None:
     return Path(os.path.realpath(folder))
 
 
+def _overlays(args: argparse.Namespace) -> str | None:
+    """The folder of the overlays, if this is a run that builds one.
+
+    It looks for the packages behind an overlay that is on the path already.
+    """
+    if args.overlay is None:
+        return None
+    if args.list or args.explain or args.status or args.revert:
+        raise UsageError("--overlay goes with a run that applies fixes; remove DIR to undo it")
+    if ":" in args.overlay or "\n" in args.overlay or not args.overlay:
+        raise UsageError(f"--overlay: {args.overlay!r} cannot stand in PYTHONPATH")
+    sys.path[:] = [path for path in sys.path if not overlay.is_overlay(path)]
+    return str(os.path.realpath(args.overlay))
+
+
 def _apply(
-    pack: Pack, args: argparse.Namespace, request: dict[str, Any], folder: Path | None
+    pack: Pack,
+    args: argparse.Namespace,
+    request: dict[str, Any],
+    folder: Path | None,
+    overlays: str | None,
 ) -> Result:
     from fixes.applier import locate, provision, runner
     from fixes.applier.selection import nearest, select
@@ -219,6 +257,16 @@ def _apply(
     selection = select(
         profile, request["fixes"], request["without"], pack.unwritten, _profiles_of(pack)
     )
+    if overlays is not None:
+        return runner.build_overlay(
+            pack,
+            selection,
+            request,
+            overlays,
+            site_packages=folder,
+            only=request["packages"],
+            dry_run=args.dry_run or args.diff,
+        )
     return runner.apply(
         pack,
         selection,
@@ -299,6 +347,7 @@ def _document(pack: Pack, command: str, result: Result) -> dict[str, Any]:
         notes=result.notes,
         recovered=result.recovered,
         dry_run=result.dry_run,
+        overlay=result.overlay,
     )
 
 
@@ -312,7 +361,9 @@ def _print(document: dict[str, Any], args: argparse.Namespace, started: float) -
     for note in document["notes"]:
         print(f"{PREFIX} {note}", file=sys.stderr)
     lines = list(report.lines(document, verbose=args.verbose))
-    _emit("\n".join(lines[-1:] if args.quiet else lines) + "\n")
+    if args.quiet:  # for a shell, what it has to do; for a person, what was done
+        lines = [document["overlay"]["line"]] if "overlay" in document else lines[-1:]
+    _emit("\n".join(lines) + "\n")
 
 
 def _emit(text: str) -> None:
@@ -338,8 +389,10 @@ def _failed(error: BaseException, code: int, args: argparse.Namespace, started: 
     if args.json:
         document: dict[str, Any] = {
             "schema_version": report.SCHEMA_VERSION,
+            "command": _command(args),
             "pack": {"version": VERSION},
             "profile": args.profile or "",
+            "dry_run": args.dry_run or args.diff,
             "error": {"kind": type(error).__name__, "message": str(error)},
             "exit_code": code,
         }

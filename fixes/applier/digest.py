@@ -7,6 +7,9 @@ import os
 
 VERSION = "0.1.0"
 
+# Beside the package's own modules; what a run without libcst and TOML has to know.
+STATE_FOLDER = ".gaudi-fix-pack"
+
 
 def digest(root: str) -> str:
     """SHA-256 over the code, profiles and locks below ``root``, the pack's checkout."""

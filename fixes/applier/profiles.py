@@ -81,10 +81,15 @@ class LockedSite:
 
 @dataclass(frozen=True)
 class Lock:
-    """All locked sites of a profile, by fix."""
+    """All locked sites of a profile, by fix.
+
+    ``files`` has the SHA-256 of the whole files around them, where it is known: what is different
+    outside of every site is accepted, and said.
+    """
 
     profile: str
     sites: Mapping[str, tuple[LockedSite, ...]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def dump(self) -> str:
         """The lock as it stands in its file: stable, one site after the other."""
@@ -95,7 +100,12 @@ class Lock:
             ]
             for fix_id, sites in self.sites.items()
         }
-        document = {"schema": LOCK_SCHEMA, "profile": self.profile, "fixes": fixes}
+        document = {
+            "schema": LOCK_SCHEMA,
+            "profile": self.profile,
+            "fixes": fixes,
+            "files": dict(sorted(self.files.items())),
+        }
         return json.dumps(document, indent=1) + "\n"
 
 
@@ -258,9 +268,10 @@ def load_lock(path: Path) -> Lock:
             str(fix_id): tuple(_locked_site(entry) for entry in entries)
             for fix_id, entries in document["fixes"].items()
         }
+        files = {str(path): _sha256(found) for path, found in document.get("files", {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: not a usable lock ({error}); {hint}") from None
-    return Lock(str(document["profile"]), sites)
+    return Lock(str(document["profile"]), sites, files)
 
 
 def _locked_site(entry: dict[str, Any]) -> LockedSite:
@@ -268,10 +279,15 @@ def _locked_site(entry: dict[str, Any]) -> LockedSite:
     texts = (site.file, site.definition, site.newlines, site.commit, site.evidence, site.shape)
     if not all(isinstance(text, str) for text in texts) or not isinstance(site.rewritten, bool):
         raise ValueError("a field of the wrong type")
-    if not re.fullmatch(r"[0-9a-f]{64}", site.sha256):
-        raise ValueError(f"no fingerprint: {site.sha256!r}")
+    _sha256(site.sha256)
     check_path(site.file)
     return site
+
+
+def _sha256(found: object) -> str:
+    if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{64}", found):
+        raise ValueError(f"no fingerprint: {found!r}")
+    return found
 
 
 def check_path(path: str) -> None:

@@ -7,6 +7,7 @@ the same without loading the rest of the applier.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,11 @@ def build(
     notes: Sequence[str] = (),
     recovered: str = "",
     dry_run: bool = False,
+    overlay: str = "",
 ) -> dict[str, Any]:
     """The document of a run; ``fixes`` maps ids to one of the states in ``_SIGNS``."""
     states = list(fixes.values())
+    place = {"overlay": {"folder": overlay, "line": _path_line(overlay)}} if overlay else {}
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -50,7 +53,12 @@ def build(
             "files": sum(file["state"] != "unchanged" for file in files),
         },
         "exit_code": 0,
+        **place,
     }
+
+
+def _path_line(folder: str) -> str:
+    return f"export PYTHONPATH={shlex.quote(folder)}${{PYTHONPATH:+:$PYTHONPATH}}"
 
 
 def as_json(document: Mapping[str, Any], milliseconds: float) -> str:
@@ -97,6 +105,8 @@ def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
             yield f"  {file['state']} {file['path']} {hashes}"
     if document["unwritten"]:
         yield f"not written yet, so left out: {', '.join(document['unwritten'])}"
+    if "overlay" in document:
+        yield document["overlay"]["line"]
     yield summary(document)
 
 

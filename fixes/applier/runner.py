@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fixes.applier import provision
+from fixes.applier import overlay, provision
 from fixes.applier.digest import VERSION, digest
-from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
+from fixes.applier.errors import Busy, CannotWrite, ImageMismatch, UsageError
 from fixes.applier.files import FileState, hard_links, remove_file, sha256
 from fixes.applier.fix import LoadedFix
 from fixes.applier.locate import Package, find_packages, release_differs, require_packages
@@ -45,6 +45,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     recovered: str = ""
     dry_run: bool = False
+    overlay: str = ""
 
 
 def apply(
@@ -62,30 +63,8 @@ def apply(
     ``only`` limits the run to the sites in these packages. Raises an error of
     :mod:`fixes.applier.errors`, and then nothing has changed.
     """
+    store, packages, notes, compute = _prepared(pack, selection, request, site_packages, only)
     profile = selection.profile
-    pins = list(profile.packages.values())
-    packages = find_packages(pins, site_packages)
-    require_packages(only or list(profile.packages), packages, site_packages)
-    provision.require("libcst")
-    fixes = pack.fixes(selection.chosen)
-    lock = pack.lock(profile.name)
-    if only:
-        fixes, lock = _limited(fixes, lock, only)
-    notes = [
-        f"{pin.name} calls itself {packages[pin.name].version}, the profile is for {pin.version};"
-        " the fingerprints decide"
-        for pin in pins
-        if pin.name in packages and release_differs(pin, packages[pin.name])
-    ]
-    notes += [package.note for package in packages.values() if package.note]
-    store = Store(packages)
-
-    def compute() -> _Outcome:
-        try:
-            return _outcome(store, pack, selection, fixes, lock, request)
-        except Mismatches as error:
-            raise Mismatches(error.found, _advice(pack, profile, store)) from None
-
     outcome: _Outcome | None = None
     recovered = ""
     seen = store.position()
@@ -116,6 +95,78 @@ def apply(
             outcome.commit(store)
     notes += store.notes
     return outcome.result(profile.name, packages, notes, recovered, dry_run)
+
+
+def build_overlay(
+    pack: Pack,
+    selection: Selection,
+    request: Mapping[str, Any],
+    folder: str,
+    *,
+    site_packages: Path | None,
+    only: Sequence[str],
+    dry_run: bool,
+) -> Result:
+    """Leave the packages as they are and have both, the selected fixes in them, in an overlay.
+
+    ``folder`` is the folder of the overlays; the one that fits is taken or built. Raises an error
+    of :mod:`fixes.applier.errors`, and then ``folder`` is as good as before.
+    """
+    store, packages, notes, compute = _prepared(pack, selection, request, site_packages, only)
+    for package in packages.values():
+        if Path(folder) == package.folder or package.folder in Path(folder).parents:
+            raise UsageError(f"--overlay: {folder} is inside of {package.folder}")
+    if store.position()[1]:
+        raise ImageMismatch(
+            f"{store.folder}: a run on the packages themselves is under way or has died; let it end"
+            " or settle it with --status, then build the overlay"
+        )
+    outcome = compute()
+    manifest = outcome.manifest
+    assert manifest is not None
+    folders = {name: str(package.folder) for name, package in packages.items()}
+    contents = outcome.own_files(store)
+    document = {
+        "request": dict(request),
+        "pack": manifest.pack,
+        "digest": manifest.digest,
+        "packages": manifest.packages,
+        "profile": manifest.profile,
+        "fixes": list(manifest.fixes),
+        "unwritten": list(manifest.unwritten),
+        "files": {
+            path: {
+                "image": overlay.hash_of(overlay.in_image(folders, path)),
+                "own": own and sha256(own[0]),
+                "fixes": list(manifest.files[path].fixes) if path in manifest.files else [],
+            }
+            for path, own in contents.items()
+        },
+    }
+    found = overlay.find(folder, request, manifest.digest, folders)
+    if found is None and not dry_run:
+        own = {path: file for path, file in contents.items() if file is not None}
+        path = overlay.build(folder, document, folders, own)
+    else:
+        path = found[0] if found else str(Path(folder) / overlay.CURRENT)
+    if not dry_run:
+        overlay.make_current(path)
+    return Result(
+        selection.profile.name,
+        list(packages.values()),
+        manifest,
+        added=() if found else manifest.fixes,
+        kept=manifest.fixes if found else (),
+        changes=[
+            Change(path, entry.pristine, entry.applied)
+            for path, entry in manifest.files.items()
+            if not found and entry.applied is not None
+        ],
+        texts=outcome.texts,
+        notes=[*notes, *outcome.notes],
+        dry_run=dry_run,
+        overlay=path,
+    )
 
 
 def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeout: float) -> Result:
@@ -224,6 +275,21 @@ class _Outcome:
             and (old.request, old.digest, old.packages) != (new.request, new.digest, new.packages)
         )
 
+    def own_files(self, store: Store) -> dict[str, tuple[bytes, int] | None]:
+        """Content and mode of every source that an overlay of this outcome does not link to.
+
+        None for a module that an earlier run added to the image and this outcome is without.
+        """
+        found: dict[str, tuple[bytes, int] | None] = {}
+        for path, entry in (self.before.files if self.before else {}).items():
+            if entry.applied is not None:
+                shipped = entry.pristine
+                found[path] = (store.object(shipped.sha256), shipped.mode) if shipped else None
+        for path, entry in (self.manifest.files if self.manifest else {}).items():
+            if entry.applied is not None:
+                found[path] = (self.texts[path][1], entry.applied.mode)
+        return found
+
     def commit(self, store: Store) -> None:
         states = [change.old for change in self.changes]
         if self.manifest is not None:
@@ -330,6 +396,13 @@ def _outcome(
     pristine = _Pristine(store, before, sorted(known | set(before.fixes if before else ())))
     planned = make_plan(fixes, lock, pristine)
     outcome = _changes(store, before, planned, pristine)
+    outcome.notes += [
+        f"{store.locate(file.path)}: not the file of {selection.profile.name}, but different only"
+        " outside of the definitions that are rewritten"
+        for file in planned
+        if file.pristine
+        and sha256(file.pristine) != lock.files.get(file.path, sha256(file.pristine))
+    ]
     packages = {
         package.name: {
             "folder": str(package.folder),
@@ -498,7 +571,51 @@ def _cached_elsewhere(path: Path) -> list[Path]:
 # Around a run -------------------------------------------------------------------------------------
 
 
-_CANNOT_WRITE = "run as a user who may write to the packages, or apply the fixes in an image layer"
+def _prepared(
+    pack: Pack,
+    selection: Selection,
+    request: Mapping[str, Any],
+    site_packages: Path | None,
+    only: Sequence[str],
+) -> tuple[Store, dict[str, Package], list[str], Callable[[], _Outcome]]:
+    """What a run starts from: where it writes, what it found and noticed, and how to compute it."""
+    profile = selection.profile
+    pins = list(profile.packages.values())
+    packages = find_packages(pins, site_packages)
+    require_packages(only or list(profile.packages), packages, site_packages)
+    for package in packages.values():
+        if overlay.is_overlay(str(package.folder.parent)):
+            raise ImageMismatch(
+                f"{package.folder} is an overlay that the pack built; take it off the path to"
+                " rewrite the packages themselves, or name its folder with --overlay"
+            )
+    provision.require("libcst")
+    fixes = pack.fixes(selection.chosen)
+    lock = pack.lock(profile.name)
+    if only:
+        fixes, lock = _limited(fixes, lock, only)
+    notes = [
+        f"{pin.name} calls itself {packages[pin.name].version}, the profile is for {pin.version};"
+        " the fingerprints decide"
+        for pin in pins
+        if pin.name in packages and release_differs(pin, packages[pin.name])
+    ]
+    notes += [package.note for package in packages.values() if package.note]
+    store = Store(packages)
+
+    def compute() -> _Outcome:
+        try:
+            return _outcome(store, pack, selection, fixes, lock, request)
+        except Mismatches as error:
+            raise Mismatches(error.found, _advice(pack, profile, store)) from None
+
+    return store, packages, notes, compute
+
+
+_CANNOT_WRITE = (
+    "run as a user who may write to the packages, apply the fixes in an image layer, or build an"
+    " overlay in a folder that can be written with --overlay DIR"
+)
 
 
 @contextlib.contextmanager
@@ -519,7 +636,8 @@ def _check_writable(store: Store, changes: Sequence[Change]) -> None:
     folders = {*own, *(store.locate(change.path).parent for change in changes)}
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
-        raise CannotWrite(f"no permission to write in {', '.join(refused)}; {_CANNOT_WRITE}")
+        where = "\n".join(f"no permission to write in {folder}" for folder in refused)
+        raise CannotWrite(f"{where}\n{_CANNOT_WRITE}")
 
 
 def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:
@@ -553,7 +671,7 @@ def _limited(
         )
         for fix in fixes
     ]
-    return [fix for fix in limited if fix.sites], Lock(lock.profile, sites)
+    return [fix for fix in limited if fix.sites], Lock(lock.profile, sites, lock.files)
 
 
 def _fits(pack: Pack, name: str, store: Store) -> bool:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fixes.applier.digest import STATE_FOLDER
 from fixes.applier.errors import Busy, CannotWrite, ImageMismatch
 from fixes.applier.files import (
     TEMPORARY_SUFFIX,
@@ -39,7 +40,6 @@ from fixes.applier.files import (
 from fixes.applier.locate import Package
 from fixes.applier.profiles import check_path
 
-STATE_FOLDER = ".gaudi-fix-pack"
 MANIFEST_SCHEMA = 1
 
 

@@ -16,7 +16,7 @@ from fixes.applier.errors import PackError, UsageError
 from fixes.applier.pack import Pack
 from fixes.authoring import docs, sources
 from fixes.authoring.locks import Tree, origins_of, record
-from fixes.authoring.porting import port
+from fixes.authoring.porting import as_issue, port
 from fixes.authoring.scaffold import new_fix
 
 PREFIX = "gaudi-fix-pack:"
@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     ports.add_argument(
         "--from", dest="tree", type=Path, metavar="DIR", help="the profile's packages"
     )
-    ports.add_argument("--json", action="store_true", help="print one JSON document")
+    forms = ports.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print one JSON document")
+    forms.add_argument("--markdown", action="store_true", help="print the text of an issue")
 
     starts = commands.add_parser("new", help="start a fix: module, test and profile lines")
     starts.add_argument("fix", metavar="FIX")
@@ -173,11 +175,20 @@ def _port(pack: Pack, args: argparse.Namespace) -> int:
         found = port(fixes, pack.lock(name), old, new)
     if args.json:
         print(json.dumps({"schema_version": 1, "sites": [asdict(one) for one in found]}, indent=1))
-    for one in [] if args.json else found:
+    if args.markdown:
+        print(as_issue(found, name, _named(new)), end="")
+    for one in [] if args.json or args.markdown else found:
         print(f"{one.fix}: {one.state}: {one.label}" + (f" ({one.detail})" if one.detail else ""))
         if one.diff:
             print(one.diff)
     return 0 if all(one.state == "unchanged" for one in found) else 3
+
+
+def _named(tree: Tree) -> str:
+    """What `sources` says of a folder's packages, or its name."""
+    packages = sources.read_summary(tree.folder).get("packages", {})
+    words = [f"{name} {p.get('commit') or p.get('version')}" for name, p in packages.items()]
+    return " and ".join(words) or tree.folder.name
 
 
 def _new(pack: Pack, args: argparse.Namespace) -> int:

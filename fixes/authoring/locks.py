@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,7 +129,10 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
         )
         for fix in written
     }
-    lock = Lock(name, sites)
+    rewritten = {site.file for entries in sites.values() for site in entries if site.rewritten}
+    before = pack.lock(name).files if present else {}
+    whole = {path: _whole(path, tree, published, before) for path in rewritten}
+    lock = Lock(name, sites, {path: found for path, found in whole.items() if found})
     # All together, in the profile's order: what is locked can be applied. Sites that are only
     # known by a fingerprint cannot be tried.
     seen = [
@@ -202,6 +206,17 @@ def _locked(
     return LockedSite(
         path, definition, digest, ends, origin.commit, origin.evidence, shape, rewritten
     )
+
+
+def _whole(path: str, tree: Tree, published: _Fingerprints, kept: Mapping[str, str]) -> str | None:
+    """The hash of a whole file of the release; None where only parts of it are known."""
+    if path in published.files:
+        found = published.files[path].get("sha256")
+        return found if isinstance(found, str) else None
+    if path.split("/")[0] in published.others:
+        return None
+    data = tree.read(path)
+    return kept.get(path) if data is None else hashlib.sha256(data).hexdigest()
 
 
 def _find(sites: Sequence[LockedSite], label: str, shape: str) -> LockedSite | None:

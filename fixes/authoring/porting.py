@@ -36,6 +36,24 @@ def port(fixes: Sequence[LoadedFix], lock: Lock, old: Tree | None, new: Tree) ->
     ]
 
 
+def as_issue(found: Sequence[Ported], profile: str, compared: str) -> str:
+    """The findings as Markdown, ready to be an issue: its title is the first line.
+
+    ``compared`` says what the profile was compared with.
+    """
+    different = [one for one in found if one.state != "unchanged"]
+    title = f"{profile}: {len(different)} of {len(found)} definitions differ in {compared}"
+    if not different:
+        return f"# {title}\n"
+    rows = []
+    for one in different:
+        detail = " ".join(one.detail.replace("|", "\\|").split())
+        rows.append(f"| {one.fix} | `{one.label}` | {one.state} | {detail} |")
+    table = ["| fix | definition | state | what to do |", "| --- | --- | --- | --- |", *rows]
+    diffs = [f"```diff\n{one.diff.rstrip()}\n```" for one in different if one.diff]
+    return "\n\n".join([f"# {title}", "\n".join(table), *diffs]) + "\n"
+
+
 def _ported(fix: LoadedFix, locked: LockedSite, old: Tree | None, new: Tree) -> Ported:
     try:
         text = new.text(locked.file, locked.definition)

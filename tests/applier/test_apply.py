@@ -54,7 +54,7 @@ def test_without_the_short_way_a_second_run_writes_nothing_either(
 ) -> None:
     world.run("delta")
     before = world.snapshot(times=True, state=True)
-    monkeypatch.setattr(fast, "nothing_to_do", lambda root, request: None)
+    monkeypatch.setattr(fast, "nothing_to_do", lambda *_: None)
     assert world.run("delta").last == "applied=0 unchanged=4 files=0 profile=v1.0.0"
     assert world.snapshot(times=True, state=True) == before
 
@@ -331,3 +331,13 @@ def _assert_refused_when_not_writable(world: World) -> None:
         assert ran.code == 4, ran.err
         assert str(world.site) in ran.err
     assert world.snapshot(times=True, state=True) == before
+
+
+def test_a_change_outside_of_every_site_is_accepted_and_said(world: World) -> None:
+    engine = world.site / "vllm" / "engine.py"
+    engine.write_text(engine.read_text().replace("size = 1", "size = 2"))
+    ran = world.run()
+    assert ran.code == 0
+    assert "size = 2" in engine.read_text()
+    noted = [line for line in ran.err.splitlines() if "not the file of v1.0.0" in line]
+    assert [str(engine) in line for line in noted] == [True]

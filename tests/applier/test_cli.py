@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fixes.applier import cli, errors, fast, runner, store
+from fixes.applier import cli, errors, fast, runner
 from fixes.applier.digest import VERSION
 from tests.applier.command import install_command, run_command
 from tests.applier.world import Ran, World
@@ -175,15 +175,11 @@ def test_the_fast_path_reports_what_the_full_one_does(
     monkeypatch.setattr(runner, "apply", lambda *_a, **_k: pytest.fail("the full run"))
     quick = document(world, *argv)
     monkeypatch.undo()
-    monkeypatch.setattr(fast, "nothing_to_do", lambda root, request: None)
+    monkeypatch.setattr(fast, "nothing_to_do", lambda *_: None)
     full = document(world, *argv)
     for found in (quick, full):
         del found["milliseconds"]
     assert quick == full
-
-
-def test_both_paths_know_the_state_folder_by_the_same_name() -> None:
-    assert fast.STATE_FOLDER == store.STATE_FOLDER
 
 
 def test_the_list_as_a_document(world: World) -> None:

@@ -1,0 +1,233 @@
+"""The examples and the workflows: parsed, and their commands run in a sandbox folder.
+
+What an engine, a cluster or a forge would have to do is not run: `vllm serve`, `git clone`, `gh`.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fixes.applier.pack import Pack
+from tests.applier.command import install_command
+from tests.applier.world import World
+from tests.support.trees import Trees
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def sandboxed(world: World, command: str) -> subprocess.CompletedProcess[str]:
+    """Run an example's command with its folders and its profile replaced by the small pack's."""
+    install_command(world)
+    root = world.pack.parent
+    for folder, here in {
+        "/pack/gaudi-fix-pack": world.pack,
+        "/opt/gaudi-fix-pack": world.pack,
+        "/overlay": root / "overlay",
+        "/var/lib/vllm-gaudi": root / "state",
+    }.items():
+        command = re.sub(rf"(?<![\w/.-]){folder}(?![\w-])", str(here), command)
+    command = command.replace("v0.30.0", "v1.0.0").replace("/usr/bin/python3", "python3")
+    command = re.sub(r"\b(gdn-prefix-cache|vllm-long-prefill-share)\b", "delta", command)
+    return subprocess.run(
+        ["sh", "-c", command],
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(world.site),
+        },
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def imported_from(world: World, path: Path) -> str:
+    """Where the server of an example imports a rewritten module from."""
+    for package in ("vllm", "vllm_gaudi"):
+        (world.site / package / "__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", "import vllm.engine as e; print(e.__file__, e.Engine().step(0))"],
+        env={**os.environ, "PYTHONPATH": f"{path}:{world.site}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def profiles_named_in(text: str) -> set[str]:
+    """Every release that a text names."""
+    return set(re.findall(r"\bv0\.\d+\.\d+\b", text))
+
+
+def test_the_dockerfile_repairs_the_image(world: World) -> None:
+    text = (EXAMPLES / "Dockerfile").read_text()
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and line[0] not in "# "]
+    assert {word for word, _ in steps} <= {"ARG", "FROM", "USER", "COPY", "RUN"}
+    assert [rest for word, rest in steps if word == "COPY"] == [". /opt/gaudi-fix-pack"]
+    (command,) = [rest for word, rest in steps if word == "RUN"]
+    done = sandboxed(world, command)
+    assert done.returncode == 0, done.stderr
+    assert "fix: alpha" in (world.site / "vllm" / "engine.py").read_text()
+    assert (world.site / "vllm_gaudi" / "_fix_delta.py").exists()
+
+
+def test_the_pod_s_server_imports_the_overlay_that_its_init_container_built(world: World) -> None:
+    pod = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
+    spec = pod["spec"]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    for container in [*spec["initContainers"], *spec["containers"]]:
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    bring, fixes = spec["initContainers"]
+    (server,) = spec["containers"]
+    assert fixes["image"] == server["image"]
+    assert bring["command"][-1] == fixes["command"][1].removesuffix("/fixes/apply_all.py")
+    before = world.snapshot(times=True, state=True)
+    done = sandboxed(world, shlex.join(fixes["command"]))
+    assert done.returncode == 0, done.stderr
+    assert world.snapshot(times=True, state=True) == before
+    path = {entry["name"]: entry["value"] for entry in server["env"]}["PYTHONPATH"]
+    overlay = world.pack.parent / path.lstrip("/")
+    assert imported_from(world, overlay) == f"{overlay}/vllm/engine.py 1"
+
+
+def test_the_service_starts_from_the_overlay_and_not_without(world: World) -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string((EXAMPLES / "vllm-gaudi.service").read_text())
+    service = unit["Service"]
+    before = sandboxed(world, service["ExecStartPre"])
+    assert before.returncode == 0, before.stderr
+    words = shlex.split(service["ExecStart"])
+    assert words[2:4] == ["vllm", "serve"]
+    folder = f"/var/lib/{service['StateDirectory']}"
+    path = words[1].removeprefix("PYTHONPATH=")
+    assert path.startswith(f"{folder}/")
+    overlay = world.pack.parent / "state" / path.removeprefix(f"{folder}/")
+    assert imported_from(world, overlay) == f"{overlay}/vllm/engine.py 1"
+    # systemd does not start the server when this fails.
+    engine = world.site / "vllm" / "engine.py"
+    engine.write_text(engine.read_text().replace("# twice", "# double"))
+    assert sandboxed(world, service["ExecStartPre"]).returncode == 3
+
+
+def test_the_examples_name_profiles_and_fixes_that_exist() -> None:
+    pack = Pack(ROOT)
+    for path in sorted(EXAMPLES.iterdir()):
+        text = path.read_text()
+        assert profiles_named_in(text) <= set(pack.profile_names), path.name
+        for word in re.findall(r"\b(?:gdn|vllm-long)-[a-z-]+", text.replace("vllm-gaudi", "")):
+            assert pack.profile("v0.30.0").entry(word), word
+
+
+# Workflows ----------------------------------------------------------------------------------------
+
+
+def jobs_of(path: Path) -> dict[str, Any]:
+    """The jobs of a workflow."""
+    return dict(yaml.safe_load(path.read_text())["jobs"])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_command_of_a_workflow_is_a_script(path: Path) -> None:
+    assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
+    scripts = [
+        step["run"] for job in jobs_of(path).values() for step in job["steps"] if "run" in step
+    ]
+    assert scripts
+    for script in scripts:
+        plain = re.sub(r"\$\{\{.*?\}\}", "X", script)
+        done = subprocess.run(["bash", "-n"], input=plain, capture_output=True, text=True)
+        assert done.returncode == 0, (script, done.stderr)
+
+
+@pytest.mark.parametrize("job", ["sources", "drift"])
+def test_every_profile_has_its_job(job: str) -> None:
+    matrix = jobs_of(ROOT / ".github" / "workflows" / "images.yml")[job]["strategy"]["matrix"]
+    profiles = matrix.get("profile") or [entry["profile"] for entry in matrix["include"]]
+    assert profiles == Pack(ROOT).profile_names
+
+
+def run_steps(job: str, release: str, folder: Path, *, without: tuple[str, ...]) -> dict[str, str]:
+    """Run a job's steps in a checkout of the pack; what they wrote for the forge.
+
+    Commands that start with one of ``without`` are left out: they need what is not here.
+    """
+    checkout = folder / "checkout"
+    for name in ("fixes", "profiles", "apply_all.py"):
+        source = ROOT / name
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, checkout / name, ignore=ignore, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, checkout / name)
+    forge = {name: folder / name for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
+    for step in jobs_of(ROOT / ".github" / "workflows" / "images.yml")[job]["steps"]:
+        if "run" not in step or "if" in step:
+            continue
+        script = step["run"].replace("${{ matrix.profile }}", release)
+        lines = [line for line in script.splitlines() if not line.startswith(without)]
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", "\n".join(lines)],
+            cwd=checkout,
+            env={
+                **os.environ,
+                **{name: str(path) for name, path in forge.items()},
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, (step["name"], done.stdout[-2000:], done.stderr[-2000:])
+    return {name: path.read_text() for name, path in forge.items() if path.exists()}
+
+
+@pytest.fixture
+def release(trees: Trees, request: pytest.FixtureRequest) -> str:
+    """A release all of whose packages are at hand."""
+    name = str(request.param)
+    missing = trees.stock(name).missing
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} of {name} cannot be had: {missing}")
+    return name
+
+
+@pytest.mark.parametrize("release", Pack(ROOT).profile_names, indirect=True)
+def test_the_dry_run_job(release: str, tmp_path: Path) -> None:
+    run_steps("sources", release, tmp_path, without=())
+
+
+@pytest.mark.parametrize("release", ["v0.26.0"], indirect=True)
+def test_the_drift_job_says_what_differs_in_a_branch(
+    release: str, trees: Trees, tmp_path: Path
+) -> None:
+    branch = tmp_path / "checkout" / "branch"  # as `git clone` would leave it
+    shutil.copytree(trees.stock(release).path / "vllm_gaudi", branch / "vllm_gaudi")
+    project = '[project]\nname = "vllm-gaudi"\nversion = "0.26.0"\n'
+    (branch / "pyproject.toml").write_text(project)
+    path = branch / "vllm_gaudi" / "v1" / "worker" / "hpu_input_batch.py"
+    renamed = path.read_text().replace("def make_selective_sampling_metadata(", "def other(")
+    path.write_text(renamed)
+    told = run_steps("drift", release, tmp_path, without=("git clone",))
+    assert told["GITHUB_OUTPUT"] == "code=3\n"
+    title, *rows = told["GITHUB_STEP_SUMMARY"].splitlines()
+    assert re.match(rf"# {release}: \d+ of \d+ definitions differ in vllm .* vllm_gaudi", title)
+    site = "hpu_input_batch.py::InputBatch.make_selective_sampling_metadata` | gone"
+    assert any(site in row for row in rows)
