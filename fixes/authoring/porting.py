@@ -83,7 +83,10 @@ def _ported(fix: LoadedFix, locked: LockedSite, old: Tree | None, new: Tree) -> 
             rewrite(text, site.label, [(fix.id, site.rewrite)])
             detail = "the codemod still fits: read the diff, run the test, record"
         except PackError as error:
-            detail = f"the codemod does not fit ({error}): repaired upstream, or rewrite it"
+            detail = (
+                f"the codemod does not fit ({error}): repaired upstream, or rewrite it;"
+                f" to be dropped when {fix.fix.drop_when}"
+            )
     return Ported(fix.id, locked.label, "changed", detail, diff if was else "")
 
 
