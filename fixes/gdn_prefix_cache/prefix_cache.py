@@ -322,10 +322,11 @@ class StatePages:
             for slots in self._slots
             for words, size in zip(slots, self.rows, strict=True)
         ]
+        same = all(map(torch.equal, written, read))
         self.clear_rows([row])
         self.clear_pages([NULL_BLOCK])
         _need(
-            all(map(torch.equal, written, read)),
+            same,
             "this device does not give back a state bit for bit that was stored in a page of the"
             " KV cache",
         )

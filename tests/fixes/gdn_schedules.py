@@ -273,7 +273,7 @@ class Schedule:
         self.asynchronous = self.random.random() < 0.5
         sequences = self.random.randint(2, 4)
         blocks = self.random.choice([16, 20, 28, 60])
-        budget = self.random.randint(BLOCK, 5 * BLOCK)
+        budget = self.random.randint(BLOCK, 8 * BLOCK)
         self.scheduler = make_scheduler(blocks, budget, sequences, self.asynchronous)
         self.worker = Worker(blocks, sequences, module)
         self.texts: list[list[int]] = [[]]
@@ -286,7 +286,7 @@ class Schedule:
         in_flight: list[tuple[Any, Any]] = []
         requests: dict[str, Any] = {}
         while to_come or self.waiting_for:
-            while to_come and (not self.waiting_for or self.random.random() < 0.3):
+            while to_come and (not self.waiting_for or self.random.random() < 0.5):
                 to_come -= 1
                 request = self._request(str(to_come))
                 requests[request.request_id] = request
