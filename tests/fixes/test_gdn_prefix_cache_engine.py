@@ -14,7 +14,10 @@ BLOCK = 256
 GROUPS = 3  # of GDN layers: a hit restores as many states
 WRONG = r"AssertionError: \(\[.*\], \[.*\]\)"
 
-modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+# By module: tests with the same engine come one after the other.
+modes = pytest.mark.parametrize(
+    "asynchronous", [False, True], ids=["sync", "async"], scope="module"
+)
 MODEL = {"model": "hybrid_wide", "prefix_caching": True, "length": 1280, "chunk": 2 * BLOCK}
 
 
