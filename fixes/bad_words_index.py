@@ -33,8 +33,8 @@ Other places with the pattern:
 Known limit: a bad word of several tokens needs the ids generated so far. Under async scheduling
 (the default) the Gaudi runner does not have them on the host: the history is empty on v0.26.0,
 and on v0.30.0 it holds placeholders unless some request in the batch has penalties. Such a word
-is then not banned; words of one token are. `--no-async-scheduling` enforces both. A test pins
-this.
+is then not banned by this fix alone (a test pins that); `logitsprocs-rows`, which the profiles
+have as well, brings the ids, and waits for them only in calls that need them.
 """
 
 from __future__ import annotations

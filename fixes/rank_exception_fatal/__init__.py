@@ -20,6 +20,9 @@ places of the class:
 * With a KV or EC connector all ranks answer a step, but the engine reads the answers in the order
   of ranks: that of a failed rank comes after that of one which may be waiting for it.
 
+And `vllm serve` with one API server ends with exit code 0 after its engine died: a supervisor
+that restarts what failed leaves it.
+
 What is changed: in a step, a rank whose answer the engine does not wait for ends its process:
 exit code 1, at once, after its log is flushed (five seconds at most). The executor watches the
 processes of its workers (`start_worker_monitor`): it marks itself as failed, stops the other
@@ -31,13 +34,17 @@ for peers that wait for this rank, and then the process never ends. Asynchronous
 that do not answer are waited for in the thread that exists for it; on the answering rank, an
 output that cannot be sent is replaced by its error.
 
+`vllm serve` (`serve_http`) ends with exit code 1 when it stopped because its engine died, after
+the same clean-up; with several API servers it did already.
+
 As before: the answering rank reports its exception and lives on; a utility call (`collective_rpc`
 with all ranks' answers: LoRA, sleep, profile, ...) that fails is its caller's affair; what fails
 while the executor is shutting its workers down ends nothing; SystemExit and KeyboardInterrupt.
 
 Reference: none found upstream. Releases: v0.26.0, where the code is inside `worker_busy_loop`,
-and v0.30.0, where it is `_execute_worker_rpc`. Ray's `RayWorkerProc` inherits it, and its
-executor watches the actors (every five seconds). Nothing in vllm_gaudi overrides it.
+and v0.30.0, where it is `_execute_worker_rpc` and `serve_http` is in another module. Ray's
+`RayWorkerProc` inherits it, and its executor watches the actors (every five seconds). Nothing in
+vllm_gaudi overrides it.
 
 Known limit: a call that all ranks answer and that is no step, such as those of the start-up
 (`determine_available_memory`, warm-up), still waits for rank 0 first: where that one waits in
@@ -115,3 +122,31 @@ def nothing_lost_in_the_output_thread(code: Definition) -> None:
     code.replace_statement(
         "self.enqueue_output(output)", "gaudi_fix_failed_rank.send(self, output)"
     )
+
+
+def _exit_code_of_the_server(code: Definition) -> None:
+    code.insert_before(
+        "return dummy_shutdown()",
+        """
+        engine = app.state.engine_client
+        # As in terminate_if_errored, which has stopped the server then.
+        if engine is not None and engine.errored and not engine.is_running:
+
+            async def exit_with_error() -> None:
+                raise SystemExit(1)
+
+            return exit_with_error()
+        """,
+    )
+
+
+@site("vllm/entrypoints/launcher.py", "serve_http", shape="inline")
+def server_of_v0_26_0(code: Definition) -> None:
+    """What is returned is awaited after the engine's client is gone."""
+    _exit_code_of_the_server(code)
+
+
+@site("vllm/entrypoints/launchers/launcher.py", "serve_http", shape="method")
+def server_of_v0_30_0(code: Definition) -> None:
+    """The same, in a package of launchers."""
+    _exit_code_of_the_server(code)

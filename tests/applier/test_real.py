@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 
 from fixes.applier.definitions import Source, fingerprint
 from fixes.applier.pack import Pack
+from fixes.applier.plan import MARKER, make_plan
+from fixes.authoring.locks import Tree
 from tests.applier.interpreters import VERSIONS, need
 from tests.support.trees import Trees
 
@@ -247,3 +250,29 @@ def test_a_changed_site_is_refused(installed: Installation, change: str) -> None
     assert path in ran.stderr
     assert "applied" not in ran.stdout + ran.stderr
     assert installed.snapshot(times=True) == before
+
+
+@pytest.mark.parametrize("release", PACK.profile_names)
+def test_every_two_fixes_on_one_definition_fit_together(trees: Trees, release: str) -> None:
+    """On pristine text, by themselves, in the profile's order: both leave their marks in it."""
+    stock = trees.stock(release)
+    tree, lock = Tree(stock.path), PACK.lock(release)
+    entries = PACK.profile(release).entries
+    fixes = PACK.fixes([e.id for e in entries if e.id not in PACK.unwritten])
+    labels = {
+        fix.id: {site.label for site in lock.sites[fix.id] if site.rewritten} for fix in fixes
+    }
+    at_hand = [fix for fix in fixes if all(tree.has(site.file) for site in lock.sites[fix.id])]
+    pairs = 0
+    for one, other in itertools.combinations(at_hand, 2):
+        shared = labels[one.id] & labels[other.id]
+        if not shared:
+            continue
+        pairs += 1
+        texts = {file.path: file.rewritten for file in make_plan([one, other], lock, tree.read)}
+        for path, _, name in (label.partition("::") for label in shared):
+            source = Source(path, texts[path])
+            (span,) = source.definitions[name]
+            for fix in (one, other):
+                assert f"{MARKER}{fix.id}\n" in source.text(span), (one.id, other.id, name)
+    assert pairs or stock.missing

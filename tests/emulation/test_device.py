@@ -189,3 +189,8 @@ def test_collectives_between_two_processes(tmp_path: Any) -> None:
     for process in ranks:
         out, err = process.communicate(timeout=120)
         assert out.strip() == "3.0 [1.0, 2.0]", err
+
+
+def test_pinned_host_memory_is_host_memory(torch: Any) -> None:
+    made = torch.tensor([1, 2], device="cpu", pin_memory=True)
+    assert made.to("hpu", non_blocking=True).tolist() == [1, 2]

@@ -7,11 +7,14 @@ used.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from typing import Any
 from unittest.mock import MagicMock
+
+from tests.emulation import gaudi
 
 _MODULES = (
     "habana_frameworks",
@@ -37,6 +40,13 @@ def install() -> None:
     import torch
 
     vars(torch)["hpu"] = MagicMock()
+
+
+def device() -> None:
+    """Put the emulated device into this process, where a class needs more of it than mocks."""
+    importlib.import_module("torch")  # first: it loads the devices that are on the path by then
+    gaudi.install()
+    install()
 
 
 def hpu_input_batch() -> Any:

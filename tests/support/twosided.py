@@ -41,7 +41,7 @@ from tests.support.trees import FIXED, STOCK, Tree, TreeError, Trees
 LEVELS = ("text", "definition", "class", "engine")
 NEEDS = ("torch", "engine", "vllm_gaudi")
 TAIL_LINES = 60
-TIMEOUT = 1500
+TIMEOUT = 3000
 # The stand-in for the closed habana_frameworks package. Where it is on the path, torch loads it.
 EMULATION = Path("tests", "emulation", "site")
 # The name of the child process that all tests with these needs share.

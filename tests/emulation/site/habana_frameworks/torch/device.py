@@ -8,7 +8,8 @@ it; what fails is putting a tensor there. A function mode sees every call before
   side, so a transfer to the side where it already is copies too;
 * lets indices be padding, as on the device: negative ones wrap in gathers and scatters and are
   dropped by ``one_hot`` (vllm_gaudi's own branch for a fake device,
-  ``HPUModelRunner._set_block_mapping``, says so).
+  ``HPUModelRunner._set_block_mapping``, says so);
+* leaves host memory unpinned: torch pins it with an accelerator's allocator, and there is none.
 
 Modes are per thread, so every thread starts with its own.
 """
@@ -87,6 +88,8 @@ class HpuMode(TorchFunctionMode):
         elif is_hpu(default_device.CURRENT_DEVICE) and func in _CONSTRUCTORS:
             # set_default_device puts torch's own mode below this one: answer before it does
             kwargs["device"] = CPU
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
 
         if func in _INDEXED_BY_DIM and len(args) > 2 and isinstance(args[2], torch.Tensor):
             index = _wrapped(args[2], args[0].shape[args[1]])
