@@ -272,7 +272,7 @@ class Schedule:
         self.random = random.Random(seed)
         self.asynchronous = self.random.random() < 0.5
         sequences = self.random.randint(2, 4)
-        blocks = self.random.choice([16, 20, 28, 60])
+        blocks = self.random.choice([16, 24, 40, 90])
         budget = self.random.randint(BLOCK, 8 * BLOCK)
         self.scheduler = make_scheduler(blocks, budget, sequences, self.asynchronous)
         self.worker = Worker(blocks, sequences, module)
@@ -286,7 +286,10 @@ class Schedule:
         in_flight: list[tuple[Any, Any]] = []
         requests: dict[str, Any] = {}
         while to_come or self.waiting_for:
-            while to_come and (not self.waiting_for or self.random.random() < 0.5):
+            arrive = 0
+            if not self.waiting_for or self.random.random() < 0.3:
+                arrive = min(to_come, self.random.randint(1, 3))
+            for _ in range(arrive):
                 to_come -= 1
                 request = self._request(str(to_come))
                 requests[request.request_id] = request

@@ -430,6 +430,14 @@ def test_a_full_block_is_stored_and_a_hit_restored(steps):
     assert steps.cache.counts == type(steps.cache.counts)(3, 3, 3, 2)
 
 
+def test_several_hits_in_one_step(steps):
+    """On the same blocks, and beside a request that begins with nothing."""
+    stored = fill(steps)
+    steps.runner._gdn_req_to_base_slot = {"b": 1, "c": 0}
+    steps.cache.begin_step(steps.step(new=[("b", A, BLOCK), ("c", A, BLOCK)], b=1, c=1))
+    assert states(steps, ROWS_OF_B) == states(steps, [1, 2, 3]) == stored
+
+
 def test_a_block_that_is_not_full_is_not_stored(steps):
     step = steps.step(new=[("a", A, 0)], a=BLOCK - 1)
     steps.cache.begin_step(step)
@@ -567,8 +575,8 @@ def test_random_schedules_give_the_answers_of_no_cache(module, part):
 
     seen = run(range(250 * part, 250 * part + 250), module)
     assert seen["wrong"] == 0
-    kinds = ("answers", "hits", "several hits in a step", "resumed", "aborted", "reset")
-    for kind in (*kinds, "chunks over several blocks", "stored", "restored"):
+    kinds = ("answers", "hits", "resumed", "aborted", "reset", "chunks over several blocks")
+    for kind in (*kinds, "stored", "restored"):
         assert seen[kind] > 0, kind
 
 
@@ -578,4 +586,4 @@ def test_the_same_schedules_are_wrong_without_it(module):
 
     seen = run(range(250), None)
     assert seen["hits"] > 0
-    assert seen["wrong"] > seen["answers"] / 20
+    assert seen["wrong"] > seen["answers"] / 50
