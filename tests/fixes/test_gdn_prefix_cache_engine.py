@@ -18,7 +18,13 @@ WRONG = r"AssertionError: \(\[.*\], \[.*\]\)"
 modes = pytest.mark.parametrize(
     "asynchronous", [False, True], ids=["sync", "async"], scope="module"
 )
-MODEL = {"model": "hybrid_wide", "prefix_caching": True, "length": 1280, "chunk": 2 * BLOCK}
+MODEL = {
+    "model": "hybrid_wide",
+    "prefix_caching": True,
+    "length": 1280,
+    "chunk": 2 * BLOCK,
+    "blocks": 300,  # nothing is evicted
+}
 
 
 @pytest.fixture
@@ -246,6 +252,6 @@ def test_without_prefix_caching_nothing_is_called(engines, words):
     """And answers and pool are the same."""
     engine = engines(**MODEL | {"prefix_caching": False})
     assert getattr(engine.runner, "gdn_prefix_cache", None) is None
-    assert engine.runner.kv_cache_config.num_blocks == engine.knobs.blocks
+    assert engine.scheduler.kv_cache_config.num_blocks == engine.knobs.blocks
     prompts = [words(1200, 300), words(1201, 20)]
     assert engine.tokens(prompts, length=4) == engine.tokens(prompts, length=4)
