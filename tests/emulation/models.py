@@ -68,10 +68,10 @@ _VISION_TOKENS = {
 
 def hybrid_wide() -> Any:
     """The same with larger states: KV blocks of 256 tokens, two of the blocks that kernels use."""
-    return hybrid(key_dim=32, value_dim=64)
+    return hybrid(key_dim=32, value_dim=64, mamba_ssm_dtype="float32")
 
 
-def hybrid(key_dim: int = 16, value_dim: int = 16) -> Any:
+def hybrid(key_dim: int = 16, value_dim: int = 16, **options: Any) -> Any:
     """Qwen3.5: three Gated DeltaNet layers, then one of full attention; M-RoPE."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -90,7 +90,13 @@ def hybrid(key_dim: int = 16, value_dim: int = 16) -> Any:
         "mrope_interleaved": True,
     }
     config = Qwen3_5Config(
-        text_config={**_TEXT, **linear, "num_hidden_layers": 4, "rope_parameters": rope},
+        text_config={
+            **_TEXT,
+            **linear,
+            **options,
+            "num_hidden_layers": 4,
+            "rope_parameters": rope,
+        },
         vision_config={**_VISION},
         tie_word_embeddings=False,
         **_VISION_TOKENS,
