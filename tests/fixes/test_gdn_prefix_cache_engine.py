@@ -130,8 +130,9 @@ def test_a_needle_early_in_the_prompt_is_found_from_the_cache(engine, words):
 
 
 @modes
-@pytest.mark.red(WRONG)
-def test_a_block_filled_by_decoding_is_the_next_turns(engine, words):
+@pytest.mark.red(WRONG, release="v0.26.0")
+def test_a_block_filled_by_decoding_is_the_next_turns(engine, words, release):
+    """vLLM 0.30.0 gives no hit here, so there is nothing to restore, and nothing wrong on stock."""
     prompt = words(400, BLOCK - 20)
     (said,) = engine.tokens([prompt], length=40)
     following = prompt + said + words(401, 30)
@@ -140,7 +141,7 @@ def test_a_block_filled_by_decoding_is_the_next_turns(engine, words):
     hits = restored(engine, before)
     (cold,) = engine.tokens([salted(following, "multi-turn")], length=8)
     assert_same(engine, following, cold, cached)
-    assert hits == 1
+    assert hits == (1 if release == "v0.26.0" else 0)
 
 
 @modes
