@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,12 @@ class _Fingerprints:
     def __init__(self, path: Path) -> None:
         self.files: Mapping[str, Any] = {}
         self.others: Mapping[str, Origin] = {}
+        self.alternatives: Mapping[str, Any] = {}
         if path.is_file():
             try:
                 document = json.loads(path.read_text(encoding="utf-8"))
                 self.files = document["files"]
+                self.alternatives = document.get("alternatives", {})
                 self.others = {
                     package: Origin(**origin)
                     for package, origin in document["files_not_listed"].items()
@@ -107,13 +109,22 @@ class _Fingerprints:
         commit = re.search(r"\bcommit ([0-9a-f]{7,40})", entry["evidence"])
         return digest, Origin(commit.group(1) if commit else "unknown", entry["evidence"])
 
+    def others_of(self, locked: LockedSite) -> list[LockedSite]:
+        """Further texts of a definition that the release may have: the codemod fits them too."""
+        return [
+            replace(locked, **each)
+            for each in self.alternatives.get(locked.label, ())
+            if each["sha256"] != locked.sha256
+        ]
+
 
 def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> Lock:
     """The lock of a profile for the packages in a tree.
 
     ``origins`` says per package where its source came from. A definition that
     ``profiles/<name>.fingerprints.json`` lists is locked with the fingerprint given there, and must
-    agree with the tree's where the tree has it. What the present lock says of a package that the
+    agree with the tree's where the tree has it; texts that it lists as ``alternatives`` are locked
+    beside the one of the tree. What the present lock says of a package that the
     tree lacks is kept. Raises :class:`ImageMismatch` for a site that the release does not have or
     whose codemod does not fit.
     """
@@ -124,8 +135,12 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
     written = pack.fixes([e.id for e in profile.entries if e.id not in pack.unwritten])
     sites = {
         fix.id: tuple(
-            _locked(label, shape, rewritten, tree, published, origins, kept.get(fix.id, ()))
+            site
             for label, shape, rewritten in _definitions_of(fix, tree, kept.get(fix.id, ()))
+            for locked in [
+                _locked(label, shape, rewritten, tree, published, origins, kept.get(fix.id, ()))
+            ]
+            for site in (locked, *published.others_of(locked))
         )
         for fix in written
     }

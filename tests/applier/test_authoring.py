@@ -247,6 +247,29 @@ def test_a_file_that_holds_no_fingerprints_is_a_usage_error(world: World, text: 
         recorded(world)
 
 
+def test_a_further_text_of_a_definition_is_locked_and_applied_too(world: World) -> None:
+    """A release of which one definition is known in two texts."""
+    other = world.site.with_name("further")
+    shutil.copytree(world.site, other)
+    edit(other / "vllm" / "engine.py", "# stock comment", "# another comment")
+    (text,) = (site for site in recorded(world, other).sites["alpha"] if site.rewritten)
+    publish(world, engine_fingerprints(world))
+    path = world.pack / "profiles" / "v1.0.0.fingerprints.json"
+    document = json.loads(path.read_text())
+    further = {"sha256": text.sha256, "commit": "1234567", "evidence": "a pull request"}
+    document["alternatives"] = {text.label: [further]}
+    path.write_text(json.dumps(document))
+
+    lock = recorded(world)
+    both = [site for site in lock.sites["alpha"] if site.label == text.label]
+    assert [site.commit for site in both] == ["abcdef0", "1234567"]
+    (world.pack / "profiles" / "v1.0.0.lock").write_text(lock.dump())
+    source = (other / "vllm" / "engine.py").read_bytes()
+    (world.site / "vllm" / "engine.py").write_bytes(source)
+    assert world.run().last == "applied=3 unchanged=0 files=2 profile=v1.0.0"
+    assert b"double(request) + 1" in (world.site / "vllm" / "engine.py").read_bytes()
+
+
 def test_a_lock_from_published_fingerprints_alone_is_applied_like_any_other(world: World) -> None:
     publish(world, engine_fingerprints(world))
     bare = world.site.with_name("bare")

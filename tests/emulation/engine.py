@@ -87,7 +87,7 @@ class Knobs:
         }
         if self.block_size is not None:
             arguments["block_size"] = self.block_size
-        if self.model == "hybrid":
+        if self.model.startswith("hybrid"):
             arguments["language_model_only"] = True
         if self.ranks > 1:
             arguments["distributed_executor_backend"] = "mp"

@@ -66,14 +66,19 @@ _VISION_TOKENS = {
 }
 
 
-def hybrid() -> Any:
+def hybrid_wide() -> Any:
+    """The same with larger states: KV blocks of 256 tokens, two of the blocks that kernels use."""
+    return hybrid(key_dim=32, value_dim=64, mamba_ssm_dtype="float32")
+
+
+def hybrid(key_dim: int = 16, value_dim: int = 16, **options: Any) -> Any:
     """Qwen3.5: three Gated DeltaNet layers, then one of full attention; M-RoPE."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     linear = {
         "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     }
@@ -85,7 +90,13 @@ def hybrid() -> Any:
         "mrope_interleaved": True,
     }
     config = Qwen3_5Config(
-        text_config={**_TEXT, **linear, "num_hidden_layers": 4, "rope_parameters": rope},
+        text_config={
+            **_TEXT,
+            **linear,
+            **options,
+            "num_hidden_layers": 4,
+            "rope_parameters": rope,
+        },
         vision_config={**_VISION},
         tie_word_embeddings=False,
         **_VISION_TOKENS,
@@ -110,6 +121,7 @@ def vision() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     "dense": dense,
     "hybrid": hybrid,
+    "hybrid_wide": hybrid_wide,
     "moe": moe,
     "vision": vision,
 }
@@ -187,7 +199,7 @@ def build(kind: str, folder: Path) -> Path:
         _fill(model)
         target.mkdir(parents=True, exist_ok=True)
         tokenizer(target)
-        if kind in ("hybrid", "vision"):
+        if kind in ("hybrid", "hybrid_wide", "vision"):
             _processor(target)
         model.save_pretrained(target)
     return target
