@@ -370,7 +370,7 @@ def _statements(source: str, layout: Layout) -> list[Any]:
 
 
 def _same_code(one: Any, other: Any) -> bool:
-    """Are two syntax trees the same? Ends at the first difference, which is all there is to know."""
+    """Are two syntax trees the same? Ends at the first difference."""
     if isinstance(one, ast.AST):
         return type(one) is type(other) and all(
             _same_code(getattr(one, name, None), getattr(other, name, None)) for name in one._fields
