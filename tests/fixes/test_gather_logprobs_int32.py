@@ -24,11 +24,8 @@ def of_the_prompt(logprobs, num_logprobs, token_ids):
     return HPUModelRunner._gather_prompt_logprobs_hpu(None, logprobs, num_logprobs, token_ids)
 
 
-def both(test):
-    """Run a test on both functions."""
-    return pytest.mark.level("class")(
-        pytest.mark.parametrize("gather", [sampled, of_the_prompt])(test)
-    )
+class_level = pytest.mark.level("class")
+both = pytest.mark.parametrize("gather", [sampled, of_the_prompt])
 
 
 def inputs(rows, seed=0):
@@ -68,6 +65,7 @@ def operations(gather, num_logprobs):
 
 
 @pytest.mark.red(r"concatenated as \[torch.int64, torch.int64\]")
+@class_level
 @both
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5])
 def test_no_concatenation_of_64_bit_ids(gather, num_logprobs):
@@ -77,6 +75,7 @@ def test_no_concatenation_of_64_bit_ids(gather, num_logprobs):
 
 
 @pytest.mark.red(r"assert \['cat', '_to_copy'\] == ")
+@class_level
 @both
 def test_ids_are_narrowed_first(gather):
     """The casts come before the concatenation; none comes behind it."""
@@ -88,6 +87,7 @@ def test_ids_are_narrowed_first(gather):
 # --- neighbours ----------------------------------------------------------------------------------
 
 
+@class_level
 @both
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5, VOCABULARY])
 @pytest.mark.parametrize("rows", [1, 4])
@@ -108,6 +108,7 @@ def test_same_values_shapes_and_types(gather, num_logprobs, rows):
         assert int(found.selected_token_ranks[row]) == above
 
 
+@class_level
 @both
 def test_large_vocabulary_ids_are_kept(gather):
     """Ids of real vocabularies (over 2**16) pass the narrower type."""

@@ -26,17 +26,6 @@ BRANCHES = {
 branches = pytest.mark.parametrize("branch", BRANCHES.values(), ids=BRANCHES)
 
 
-def split(pattern):
-    """Kernel blocks of a KV block as on a 27B, on a 397B, and where blocks are not split.
-
-    The last one is a neighbour: it must pass on stock.
-    """
-    red = pytest.mark.red(pattern)
-    return pytest.mark.parametrize(
-        "split", [pytest.param(7, marks=red), pytest.param(5, marks=red), 1]
-    )
-
-
 @pytest.fixture(scope="module")
 def runner(engines):
     engine = engines(model="hybrid")
@@ -125,7 +114,14 @@ def changed_rows(tensors, data):
 
 
 @branches
-@split(r"1792")  # on stock: kernel block 14, which is in KV block 2
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(7, marks=pytest.mark.red(r"1792")),
+        pytest.param(5, marks=pytest.mark.red(r"1792")),
+        1,  # not split: a neighbour, right on stock too
+    ],
+)
 def test_padded_decode_changes_its_own_slots_only(runner, monkeypatch, split, branch):
     tensors = allocate(runner, monkeypatch, split, branch)
     data, own = padded_decode(runner, split)
@@ -134,7 +130,14 @@ def test_padded_decode_changes_its_own_slots_only(runner, monkeypatch, split, br
 
 
 # v0.30.0 has a check of its own for blocks beyond the padding block, which stock trips over.
-@split(r"1792|exceeds total KV blocks \(15\)")
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(7, marks=pytest.mark.red(r"1792|exceeds total KV blocks \(15\)")),
+        pytest.param(5, marks=pytest.mark.red(r"1792|exceeds total KV blocks \(15\)")),
+        1,  # not split: a neighbour, right on stock too
+    ],
+)
 def test_with_contiguous_attention(runner, monkeypatch, split):
     monkeypatch.setattr(runner, "use_contiguous_pa", True)
     tensors = allocate(runner, monkeypatch, split, HYBRID)
@@ -143,7 +146,14 @@ def test_with_contiguous_attention(runner, monkeypatch, split):
     assert {row for row in changed_rows(tensors, data) if row in pool} == own
 
 
-@split(r"assert 14 == ")
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(7, marks=pytest.mark.red(r"assert 14 == ")),
+        pytest.param(5, marks=pytest.mark.red(r"assert 14 == ")),
+        1,  # not split: a neighbour, right on stock too
+    ],
+)
 def test_padding_block_is_the_last_kernel_block(runner, monkeypatch, split):
     tensors = allocate(runner, monkeypatch, split, HYBRID)
     pad, slot = runner._PAD_BLOCK_ID, runner._PAD_SLOT_ID
@@ -153,7 +163,14 @@ def test_padding_block_is_the_last_kernel_block(runner, monkeypatch, split):
 
 
 @branches
-@split(r"assert 1792 >= ")
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(7, marks=pytest.mark.red(r"assert 1792 >= ")),
+        pytest.param(5, marks=pytest.mark.red(r"assert 1792 >= ")),
+        1,  # not split: a neighbour, right on stock too
+    ],
+)
 def test_padding_block_is_behind_the_pool_and_in_the_tensor(runner, monkeypatch, split, branch):
     tensors = allocate(runner, monkeypatch, split, branch)
     slot = runner._PAD_SLOT_ID

@@ -11,17 +11,11 @@ from tests.support.twosided import TwoSidedItem
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Each test of a fix on each release, and whether it is red there."""
-    found = {
-        (
-            item.fix,
-            item.path.name,
-            item.name.partition("[")[0],
-            item.level,
-            item.group.release,
-            item.red is not None,
-        )
-        for item in session.items
-        if isinstance(item, TwoSidedItem) and item.group.state == STOCK
-    }
-    print("COLLECTED " + json.dumps(sorted(found)))
+    """Each test of a fix on each release, and whether it is red there with any parameters."""
+    found: dict[tuple[str, ...], bool] = {}
+    for item in session.items:
+        if isinstance(item, TwoSidedItem) and item.group.state == STOCK:
+            name = item.name.partition("[")[0]
+            key = (item.fix, item.path.name, name, item.level, item.group.release)
+            found[key] = found.get(key, False) or item.red is not None
+    print("COLLECTED " + json.dumps(sorted((*key, red) for key, red in found.items())))
