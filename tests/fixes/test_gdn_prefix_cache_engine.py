@@ -242,6 +242,24 @@ def test_preemption_and_eviction_in_a_tiny_pool(engines, words, asynchronous, mo
     assert restored(engine, before) > 0
 
 
+@pytest.mark.only("v0.30.0")
+@pytest.mark.red(WRONG)
+def test_every_rank_keeps_its_own_part(engines, words):
+    """On two ranks vLLM 0.26.0 takes the plugin's 3-D hidden states for split ones, and fails."""
+    engine = engines(
+        **MODEL,
+        ranks=2,
+        own_process=True,
+        environment=(("VLLM_WORKER_MULTIPROC_METHOD", "fork"),),
+    )
+    prompts = [words(1300 + n, 2 * BLOCK + 40) for n in range(2)]
+    cold = [engine.tokens([prompt], length=6) for prompt in prompts]
+    for prompt, (expected,) in zip(prompts, cold, strict=True):
+        engine.tokens([words(1310, BLOCK)], length=4)
+        (cached,) = engine.tokens([prompt], length=6)
+        assert_same(engine, prompt, expected, cached)
+
+
 @pytest.mark.red(r"DID NOT RAISE")
 def test_refuses_to_start_without_compact_slots(engines):
     with pytest.raises(Exception, match="set VLLM_COMPACT_GDN=1 or leave out"):
