@@ -36,6 +36,7 @@ def runner(*, rows: int = 8, length: int = 64, vocabulary: int = 32, block_size:
         speculative_config=None,
         profiler=SimpleNamespace(enabled=False),
         _compact_gdn_group_ids=(),
+        gdn_prefix_cache=None,  # of the fix of that name
     )
     made.input_batch = module().InputBatch(
         max_num_reqs=rows,
