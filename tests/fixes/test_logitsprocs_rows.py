@@ -44,21 +44,11 @@ class Batch:
     """An `InputBatch` driven as the model runner drives it, and what its requests ask for."""
 
     def __init__(self, module, *custom, asynchronous=False, max_num_seqs=8, max_num_reqs=8):
-        import torch
-
         self.module = module
         self.processors = processors(*custom, max_num_seqs=max_num_seqs)
         self.asynchronous = asynchronous
-        self.real = module.InputBatch(
-            max_num_reqs=max_num_reqs,
-            max_model_len=64,
-            max_num_batched_tokens=64,
-            device=torch.device("cpu"),
-            pin_memory=False,
-            vocab_size=VOCAB,
-            block_sizes=[16],
-            kernel_block_sizes=[16],
-            logitsprocs=self.processors,
+        self.real = standin.empty_batch(
+            module, vocabulary=VOCAB, rows=max_num_reqs, logitsprocs=self.processors
         )
         self.states = {}
         self.answers = {}  # each request's tokens, whether the runner's list has them or not

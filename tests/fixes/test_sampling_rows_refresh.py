@@ -33,18 +33,7 @@ def copies(module, monkeypatch):
 
 @pytest.fixture
 def batch(module):
-    import torch
-
-    return module.InputBatch(
-        max_num_reqs=8,
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        device=torch.device("cpu"),
-        pin_memory=False,
-        vocab_size=VOCAB,
-        block_sizes=[16],
-        kernel_block_sizes=[16],
-    )
+    return standin.empty_batch(module, vocabulary=VOCAB)
 
 
 def add(module, batch, req_id, prompt=(1, 2, 3), **params):

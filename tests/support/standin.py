@@ -59,3 +59,20 @@ def hpu_input_batch() -> Any:
 
     module.async_h2d_update = update  # its own default device is "hpu"
     return module
+
+
+def empty_batch(module: Any, *, vocabulary: int, rows: int = 8, **options: Any) -> Any:
+    """An `InputBatch` of that module on the CPU, for requests of 64 tokens in blocks of 16."""
+    import torch
+
+    return module.InputBatch(
+        max_num_reqs=rows,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        device=torch.device("cpu"),
+        pin_memory=False,
+        vocab_size=vocabulary,
+        block_sizes=[16],
+        kernel_block_sizes=[16],
+        **options,
+    )
