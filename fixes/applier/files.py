@@ -156,7 +156,7 @@ def remove_file(path: Path) -> None:
         os.unlink(path)
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: str | Path) -> None:
     """Make the names in a folder survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -84,6 +84,8 @@ def build(
     (of the image's file as it is now) and ``own``, None for no file. ``contents`` are content and
     mode of the own files. Raises OSError, and then nothing but a folder with a dot is left.
     """
+    from fixes.applier.files import sync_folder
+
     os.makedirs(root, exist_ok=True)
     _remove_abandoned(root)
     name = uuid.uuid4().hex[:12]
@@ -103,9 +105,9 @@ def build(
         data = json.dumps({"schema": _SCHEMA, **document}, indent=1).encode()
         _write(os.path.join(temporary, NAME), data, 0o644)
         for folder, _, _ in os.walk(temporary):
-            _sync(folder)
+            sync_folder(folder)
         os.rename(temporary, path)
-        _sync(root)
+        sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -118,6 +120,8 @@ def make_current(path: str) -> None:
     link = os.path.join(root, CURRENT)
     if os.path.islink(link) and os.readlink(link) == name:
         return
+    from fixes.applier.files import sync_folder
+
     temporary = os.path.join(root, f".{uuid.uuid4().hex[:12]}")
     os.symlink(name, temporary)
     try:
@@ -125,7 +129,7 @@ def make_current(path: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-    _sync(root)
+    sync_folder(root)
 
 
 def hash_of(path: str) -> str | None:
@@ -229,14 +233,6 @@ def _write(path: str, data: bytes, mode: int) -> None:
         file.flush()
         os.fchmod(descriptor, mode)
         os.fsync(descriptor)
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_abandoned(root: str) -> None:
