@@ -145,7 +145,9 @@ def test_a_block_filled_by_decoding_is_the_next_turns(engine, words, release):
 
 
 @modes
-@pytest.mark.red(WRONG)
+# On v0.26.0 stock already ends in one of the asserts for Mamba2, which a full house reaches.
+@pytest.mark.red(r"^AssertionError", release="v0.26.0")
+@pytest.mark.red(WRONG, release="v0.30.0")
 def test_long_contexts_with_a_salt_each(engine, words):
     """The same text four times at once: each salt hits its own blocks and nobody else's."""
     prompt = words(500, 900)
@@ -166,6 +168,7 @@ def test_a_block_that_another_request_fills_in_the_same_step(engine, words):
     """The same prompt twice at once; the second one hits what the first one leaves."""
     prompt = words(600, 700)
     (cold,) = engine.tokens([salted(prompt, "alone")], length=8)
+    engine.tokens([words(601, 330), words(602, 330)], length=4)  # strangers in both slots
     before = counts(engine)
     answers = engine.tokens([prompt, prompt], length=8)
     for answer in answers:

@@ -20,13 +20,17 @@ def engine(engines, asynchronous, monkeypatch):
     # vLLM imports every backend's module to look at a grammar; the engine here uses xgrammar.
     for name in ("lmformatenforcer", "lmformatenforcer.integrations.vllm"):
         monkeypatch.setitem(sys.modules, name, sys.modules.get(name, MagicMock()))
-    return engines(
+    made = engines(
         model="dense",
         asynchronous=asynchronous,
         prefix_caching=True,
         sequences=3,
         arguments=(("long_prefill_token_threshold", 128),),
     )
+    # A grammar that is compiled on a thread is ready in this step or the next, as it happens.
+    manager = made.scheduler.structured_output_manager
+    monkeypatch.setattr(manager, "_use_async_grammar_compilation", False)
+    return made
 
 
 def structured(**options):
