@@ -166,14 +166,13 @@ def test_long_contexts_with_a_salt_each(engine, words):
 @pytest.mark.red(WRONG)
 def test_a_block_that_another_request_fills_in_the_same_step(engine, words):
     """The same prompt twice at once; the second one hits what the first one leaves."""
-    prompt = words(600, 700)
-    (cold,) = engine.tokens([salted(prompt, "alone")], length=8)
-    engine.tokens([words(601, 330), words(602, 330)], length=4)  # strangers in both slots
     before = counts(engine)
-    answers = engine.tokens([prompt, prompt], length=8)
-    for answer in answers:
-        assert_same(engine, prompt, cold, answer)
-    assert restored(engine, before) == 1
+    for turn in range(6):
+        prompt = words(600 + turn, 700)
+        (cold,) = engine.tokens([salted(prompt, f"alone {turn}")], length=8)
+        for answer in engine.tokens([prompt, prompt], length=8):
+            assert_same(engine, prompt, cold, answer)
+    assert restored(engine, before) == 6
 
 
 @modes
