@@ -6,7 +6,6 @@ A pod that restarts, and all but the first of eight ranks, take this way. It may
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -14,7 +13,7 @@ import re
 import sys
 
 from fixes.applier import overlay, report
-from fixes.applier.digest import LARGEST_FILE, LARGEST_TEXT, STATE_FOLDER, digest
+from fixes.applier.digest import LARGEST_TEXT, STATE_FOLDER, digest
 
 # What a lock leaves out because it is so nearly always: `profiles.LockedSite`'s defaults.
 _UNSAID = {"shape": "", "rewritten": True}
@@ -82,7 +81,7 @@ def _in_place(
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """The manifest of the packages themselves, and their files, if they are as it says."""
     state = os.path.join(folders[next(iter(folders))], STATE_FOLDER)
-    manifest = json.loads(_read(os.path.join(state, "manifest.json"), LARGEST_TEXT))
+    manifest = json.loads(overlay.content(os.path.join(state, "manifest.json"), LARGEST_TEXT))
     if (
         manifest["request"] != request
         or {name: entry["folder"] for name, entry in manifest["packages"].items()} != folders
@@ -93,7 +92,7 @@ def _in_place(
     for path, entry in manifest["files"].items():
         applied = entry["applied"]
         if applied is not None:
-            if hashlib.sha256(_read(_inside(folders, path))).hexdigest() != applied["sha256"]:
+            if overlay.hash_of(overlay.in_image(folders, path)) != applied["sha256"]:
                 return None, []
             files.append(_unchanged(path, applied["sha256"], entry["fixes"]))
     # Last: a run that began while the files were read has left traces by now.
@@ -135,18 +134,3 @@ def _folder(name: str, request: dict[str, Any]) -> str | None:
         origin = (spec and spec.origin) or ""
         found = origin.endswith("__init__.py")
     return os.path.realpath(os.path.dirname(origin)) if found else None
-
-
-def _read(path: str, limit: int = LARGEST_FILE) -> bytes:
-    # Opening a pipe would wait for ever.
-    if not os.path.isfile(path) or os.path.getsize(path) > limit:
-        raise ValueError(path)
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def _inside(folders: dict[str, str], path: str) -> str:
-    parts = path.split("/")
-    if any(part in ("", ".", "..") for part in parts):
-        raise ValueError(path)
-    return os.path.join(folders[parts[0]], *parts[1:])

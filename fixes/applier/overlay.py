@@ -58,7 +58,7 @@ def find(
         if name.startswith(".") or os.path.islink(path) or not is_overlay(path):
             continue
         try:
-            document = json.loads(_content(os.path.join(path, NAME), LARGEST_TEXT))
+            document = json.loads(content(os.path.join(path, NAME), LARGEST_TEXT))
             if (
                 (document["schema"], document["request"]) == (_SCHEMA, request)
                 and document["digest"] == digest
@@ -135,12 +135,15 @@ def make_current(path: str) -> None:
 def hash_of(path: str) -> str | None:
     """SHA-256 of a file; None where there is none."""
     try:
-        return hashlib.sha256(_content(path, LARGEST_FILE)).hexdigest()
+        return hashlib.sha256(content(path, LARGEST_FILE)).hexdigest()
     except FileNotFoundError:
         return None
 
 
-def _content(path: str, limit: int) -> bytes:
+def content(path: str, limit: int) -> bytes:
+    """A regular file's bytes. ValueError for one of more than ``limit``, or for a pipe, which
+    would keep whoever opens it waiting.
+    """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
         raise ValueError(f"{path}: no regular file, or larger than {limit >> 20} MiB")

@@ -231,19 +231,7 @@ def test_greedy_batch_refreshes_nothing_that_nobody_reads(module, batch, copies)
 
 def test_pooling_batch_swaps_as_before(module):
     """`swap_states` leaves early for pooling models."""
-    import torch
-
-    batch = module.InputBatch(
-        max_num_reqs=4,
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        device=torch.device("cpu"),
-        pin_memory=False,
-        vocab_size=VOCAB,
-        block_sizes=[16],
-        kernel_block_sizes=[16],
-        is_pooling_model=True,
-    )
+    batch = standin.empty_batch(module, vocabulary=VOCAB, rows=4, is_pooling_model=True)
     add(module, batch, "r0")
     add(module, batch, "r1")
     batch.swap_states(0, 1)
