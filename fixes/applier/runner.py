@@ -74,15 +74,16 @@ def apply(
     profile = selection.profile
     outcome: _Outcome | None = None
     recovered = ""
-    seen = store.position()
+    moment = store.moment()
+    _, seen = moment
     if not seen[1]:
         try:
             outcome = compute()
         except ImageMismatch:
-            if store.position() == seen:
+            if store.moment() == moment:
                 raise
         else:
-            if store.position() != seen:
+            if store.moment() != moment:
                 outcome = None
             elif dry_run or not outcome.anything:
                 if dry_run:
@@ -123,12 +124,14 @@ def build_overlay(
     for package in packages.values():
         if Path(folder) == package.folder or package.folder in Path(folder).parents:
             raise UsageError(f"--overlay: {folder} is inside of {package.folder}")
-    if store.position()[1]:
+    moment = store.moment()
+    _, (_, unsettled) = moment
+    outcome = None if unsettled else compute()
+    if outcome is None or store.moment() != moment:
         raise ImageMismatch(
             f"{store.folder}: a run on the packages themselves is under way or has died; let it end"
             " or settle it with --status, then build the overlay"
         )
-    outcome = compute()
     manifest = outcome.manifest
     assert manifest is not None
     folders = {name: str(package.folder) for name, package in packages.items()}
@@ -179,14 +182,15 @@ def build_overlay(
 def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeout: float) -> Result:
     """Give the image's files back, byte for byte, and remove the state folder."""
     store, packages = _store(pack, site_packages)
-    seen = store.position()
+    moment = store.moment()
+    _, seen = moment
     if seen == (None, False):
         return Result("", list(packages.values()), None, dry_run=dry_run)
     if dry_run and not seen[1]:
         try:
             outcome = _restored(store)
         except ImageMismatch:
-            if store.position() == seen:
+            if store.moment() == moment:
                 raise
         else:
             _check_writable(store, outcome.changes)
@@ -206,8 +210,9 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
     store, packages = _store(pack, site_packages)
     recovered = ""
     while True:
-        seen = store.position()
-        if seen[1]:
+        moment = store.moment()
+        _, (_, unsettled) = moment
+        if unsettled:
             with _writing(store, lock_timeout):
                 recovered = store.recover() or recovered
         manifest = store.manifest()
@@ -224,7 +229,7 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
         ]
         if not changed:
             break
-        if store.position() == (manifest and manifest.transaction, False):
+        if store.moment() == moment:
             raise ImageMismatch(
                 "changed since the pack wrote them: "
                 + ", ".join(changed)

@@ -232,6 +232,18 @@ class Store:
         unsettled = unsettled or any(name.endswith(TEMPORARY_SUFFIX) for name in names)
         return (manifest.transaction if manifest else None), unsettled
 
+    def moment(self) -> tuple[list[tuple[int, int]], tuple[str | None, bool]]:
+        """The position, and times that any run leaves changed, also one that is rolled back.
+
+        What was read without the lock is of one piece if the moment is the same after it.
+        """
+        times = []
+        for folder in (self.folder.parent, self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(folder)
+                times.append((found.st_ino, found.st_mtime_ns))
+        return times, self.position()
+
     def _state_files(self) -> Iterator[Path]:
         for folder in (self.folder, self.folder / "objects"):
             with contextlib.suppress(FileNotFoundError):
@@ -280,13 +292,8 @@ class Store:
     def _take_lock(self, deadline: float) -> int:
         path = self.folder / "lock"
         while True:
-            try:
-                with contextlib.suppress(FileExistsError):
-                    _make_folder(self.folder)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.rmdir(self.folder)  # it could be made, but not as it should be
-                raise
+            with contextlib.suppress(FileExistsError):
+                _make_folder(self.folder)
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
@@ -524,9 +531,16 @@ def _is_there(path: Path) -> bool:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder that everyone can read, whatever the umask: other users start vllm too."""
-    os.mkdir(path)
-    os.chmod(path, 0o755 | 0o020 * _group_writes(path.parent))
+    """Make a folder that everyone can read, whatever the umask: other users start vllm too.
+
+    In one call: a run that reverts may remove an empty state folder before a second one.
+    """
+    mode = 0o755 | 0o020 * _group_writes(path.parent)
+    umask = os.umask(0)
+    try:
+        os.mkdir(path, mode)
+    finally:
+        os.umask(umask)
 
 
 def _group_writes(folder: Path) -> bool:

@@ -9,9 +9,11 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from fixes.applier.store import Store
 from tests.applier.world import World
 from tests.faults.conftest import tally
 
@@ -124,6 +126,69 @@ def test_a_thousand_kills_at_random_moments(world: World) -> None:
             wrong.append(f"a mixture after {kills} kills")
         wrong += [f"{path} was left" for path in world.site.rglob("*~")]
     tally("kills in a race of four", kills, wrong)
+
+
+def test_a_state_folder_that_is_removed_as_it_is_made(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that reverts, between its check that the folder is empty and its last call."""
+    make = os.mkdir
+    removed: list[str] = []
+
+    def removing(path: Path, *args: int) -> None:
+        make(path, *args)
+        if not removed:
+            os.rmdir(path)
+            removed.append(path.name)
+
+    monkeypatch.setattr(os, "mkdir", removing)
+    ran = world.run("delta")
+    assert (ran.code, removed) == (0, [".gaudi-fix-pack"]), ran.err
+
+
+@pytest.fixture(params=["as shipped", "with other fixes"])
+def run_between(
+    request: pytest.FixtureRequest, world: World, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Another run rewrites a file, dies and is rolled back while this one reads that file."""
+    read = Store.read
+    engine, state = world.site / "vllm" / "engine.py", world.site / "vllm" / ".gaudi-fix-pack"
+    others = engine.read_bytes()
+    assert world.run("delta").code == 0
+    data = engine.read_bytes()
+    if request.param == "with other fixes":
+        others = data + b"# fix: alpha\n"
+    os.utime(state, (0, 0))
+    torn: list[str] = []
+
+    def reading(store: Store, path: str) -> object:
+        if torn or path != "vllm/engine.py":
+            return read(store, path)
+        torn.append(path)
+        (state / "journal.json").write_text("{}")
+        engine.write_bytes(others)
+        found = read(store, path)
+        engine.write_bytes(data)
+        (state / "journal.json").unlink()
+        return found
+
+    monkeypatch.setattr(Store, "read", reading)
+    return torn
+
+
+@pytest.mark.parametrize("words", [["--without", "alpha"], ["--revert", "--dry-run"], ["--status"]])
+def test_what_was_seen_of_a_run_that_is_rolled_back_is_read_again(
+    world: World, run_between: list[str], words: list[str]
+) -> None:
+    assert go(world, words) == 0
+    assert run_between != []
+
+
+def test_no_overlay_is_made_of_an_image_that_changes(
+    world: World, run_between: list[str], tmp_path: Path
+) -> None:
+    assert go(world, ["delta", "--overlay", str(tmp_path)]) == 3
+    assert (run_between != [], list(tmp_path.iterdir())) == (True, [])
 
 
 def test_a_disk_that_is_full_and_stays_full_is_no_mixture(
