@@ -17,10 +17,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
-import time
-import uuid
 
 from fixes.applier.digest import LARGEST_FILE, LARGEST_TEXT, STATE_FOLDER
 
@@ -84,11 +81,13 @@ def build(
     (of the image's file as it is now) and ``own``, None for no file. ``contents`` are content and
     mode of the own files. Raises OSError, and then nothing but a folder with a dot is left.
     """
+    import shutil
+
     from fixes.applier.files import sync_folder
 
     os.makedirs(root, exist_ok=True)
     _remove_abandoned(root)
-    name = uuid.uuid4().hex[:12]
+    name = os.urandom(6).hex()
     path, temporary = os.path.join(root, name), os.path.join(root, f".{name}")
     os.mkdir(temporary)
     try:
@@ -122,7 +121,7 @@ def make_current(path: str) -> None:
         return
     from fixes.applier.files import sync_folder
 
-    temporary = os.path.join(root, f".{uuid.uuid4().hex[:12]}")
+    temporary = os.path.join(root, f".{os.urandom(6).hex()}")
     os.symlink(name, temporary)
     try:
         os.replace(temporary, link)
@@ -239,6 +238,9 @@ def _write(path: str, data: bytes, mode: int) -> None:
 
 
 def _remove_abandoned(root: str) -> None:
+    import shutil
+    import time
+
     for name in os.listdir(root):
         path = os.path.join(root, name)
         try:

@@ -7,9 +7,12 @@ the same without loading the rest of the applier.
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+
+# The run that has nothing to do loads nothing else.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
 
 SCHEMA_VERSION = 1
 
@@ -58,6 +61,8 @@ def build(
 
 
 def _path_line(folder: str) -> str:
+    import shlex
+
     return f"export PYTHONPATH={shlex.quote(folder)}${{PYTHONPATH:+:$PYTHONPATH}}"
 
 
