@@ -121,6 +121,13 @@ class _Sources:
     def __init__(self, read: Callable[[str], bytes | None]) -> None:
         self._read = read
         self._known: dict[str, Source | str] = {}
+        self._prints: dict[tuple[str, Span], str] = {}
+
+    def fingerprint(self, path: str, span: Span) -> str:
+        """That of a definition of a file that is there; two fixes may have it in common."""
+        if (path, span) not in self._prints:
+            self._prints[path, span] = fingerprint(self.get(path).text(span))
+        return self._prints[path, span]
 
     def lookup(self, path: str) -> Source | str:
         if path not in self._known:
@@ -167,11 +174,10 @@ def _sites_of(
     for entry in locked:
         by_label.setdefault(entry.label, []).append(entry)
     for entries in by_label.values():
-        source = sources.lookup(entries[0].file)
-        fitting = [entry for entry in entries if _found(entry, source)[1] == entry.sha256]
-        if not fitting and len(entries) > 1 and isinstance(source, Source):
-            found = _found(entries[0], source)
-            mismatches.append(_mismatch(fix.id, entries, found[1], found[2]))
+        fitting = [entry for entry in entries if _found(entry, sources)[1] == entry.sha256]
+        if not fitting and len(entries) > 1 and isinstance(sources.lookup(entries[0].file), Source):
+            _, found, reason = _found(entries[0], sources)
+            mismatches.append(_mismatch(fix.id, entries, found, reason))
             continue
         entry = (fitting or entries)[0]
         site = codemods[entry.label, entry.shape] if entry.rewritten else None
@@ -179,8 +185,9 @@ def _sites_of(
     return chosen
 
 
-def _found(locked: LockedSite, source: Source | str) -> tuple[Span | None, str, str]:
+def _found(locked: LockedSite, sources: _Sources) -> tuple[Span | None, str, str]:
     """Where a definition is, its fingerprint, and why it cannot be used (empty: it can)."""
+    source = sources.lookup(locked.file)
     if isinstance(source, str):
         return None, "", source
     spans = source.definitions.get(locked.definition, [])
@@ -193,15 +200,12 @@ def _found(locked: LockedSite, source: Source | str) -> tuple[Span | None, str, 
     if len(spans) > 1:
         lines = ", ".join(str(span.start + 1) for span in spans)
         return None, "", f"the file defines it {len(spans)} times (lines {lines})"
-    text = source.text(spans[0])
-    if newlines(text) != locked.newlines:
-        return (
-            None,
-            fingerprint(text),
-            f"its line ends are {newlines(text)}, recorded were {locked.newlines}: the file was"
-            " converted",
-        )
-    return spans[0], fingerprint(text), ""
+    found = sources.fingerprint(locked.file, spans[0])
+    ends = newlines(source.text(spans[0]))
+    if ends != locked.newlines:
+        why = f"its line ends are {ends}, recorded were {locked.newlines}: the file was converted"
+        return None, found, why
+    return spans[0], found, ""
 
 
 def _mismatch(fix_id: str, entries: Sequence[LockedSite], found: str, reason: str = "") -> Mismatch:
@@ -218,7 +222,7 @@ def _mismatch(fix_id: str, entries: Sequence[LockedSite], found: str, reason: st
 def _checked(
     fix_id: str, locked: LockedSite, sources: _Sources, mismatches: list[Mismatch]
 ) -> Span | None:
-    span, found, reason = _found(locked, sources.lookup(locked.file))
+    span, found, reason = _found(locked, sources)
     if span is None or found != locked.sha256:
         mismatches.append(_mismatch(fix_id, [locked], found, reason))
         return None

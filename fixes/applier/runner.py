@@ -97,7 +97,8 @@ def apply(
                 return outcome.result(profile.name, packages, notes, "", dry_run)
     with _writing(store, lock_timeout):
         recovered = store.recover()
-        if outcome is None or recovered or store.position() != seen:
+        transaction, _ = store.position()  # the folder of this run itself is not settled
+        if outcome is None or recovered or transaction != seen[0]:
             outcome = compute()
         if outcome.anything and not dry_run:
             outcome.commit(store)

@@ -8,10 +8,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fixes.applier import fast
+from fixes.applier import fast, runner
+from fixes.applier.plan import PlannedFile, make_plan
 from tests.applier.faults import in_child
 from tests.applier.world import World
 
@@ -41,6 +43,21 @@ def test_a_second_run_writes_nothing(world: World) -> None:
     again = world.run("delta")
     assert (again.code, again.last) == (0, "applied=0 unchanged=4 files=0 profile=v1.0.0")
     assert world.snapshot(times=True, state=True) == before
+
+
+def test_a_run_is_planned_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning is what a run costs; only one that meets another run plans again."""
+    plans = 0
+
+    def planned(*args: Any) -> list[PlannedFile]:
+        nonlocal plans
+        plans += 1
+        return make_plan(*args)
+
+    monkeypatch.setattr(runner, "make_plan", planned)
+    for number, words in enumerate((["delta", "--dry-run"], ["delta"], ["--without", "alpha"]), 1):
+        assert world.run(*words).code == 0
+        assert plans == number
 
 
 def test_the_second_run_takes_the_short_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
