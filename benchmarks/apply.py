@@ -3,20 +3,26 @@
 
     python3 benchmarks/apply.py [RELEASE] [--rounds 5] [--site-packages DIR]
 
-Measured in processes of their own, round by round in turn, CPU seconds (user and system) and peak
-memory of each; the median of the rounds is shown. With --site-packages the release's packages are
-taken from a folder that `dev.py sources` made; else they are laid out first.
+The complete profile with every opt-in fix, then how the cost grows: the first 1, 5, 10, ... fixes
+of the profile, and one fix on a file that is 1, 5, 10 and 20 times as long. Measured in processes
+of their own, round by round in turn, CPU seconds (user and system) and peak memory of each; the
+median of the rounds is shown. All bytecode is compiled before, that of the pack too.
+
+Needs libcst. With --site-packages the release's packages are taken from a folder that `dev.py
+sources` made; else they are laid out first.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = "vllm_gaudi/v1/worker/hpu_model_runner.py"
 APPLY = str(ROOT / "fixes" / "apply_all.py")
+DECODER, DECODER_FIX = "vllm/v1/engine/logprobs.py", "logprobs-decode-guard"
+IMPORTS = "import json, argparse"
 PARSE = "import sys, libcst; libcst.parse_module(open(sys.argv[1], 'rb').read()).bytes"
 
 
@@ -57,6 +65,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--site-packages", type=Path)
     options = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as folder:
         site = Path(folder) / "site-packages"
         if options.site_packages:
@@ -65,53 +75,105 @@ def main() -> None:
             into = ["--into", str(site), "--no-bytecode"]
             command = [sys.executable, str(ROOT / "fixes" / "dev.py"), "sources"]
             subprocess.run([*command, options.release, *into], check=True)
-        measure(options.release, options.rounds, site, Path(folder))
+        ways = _ways(options.release, site, Path(folder))
+        measured = {name: Measured() for name in ways}
+        for number in range(options.rounds + 1):
+            for name, way in ways.items():
+                way(measured[name] if number else Measured())  # round 0 only warms up
+    print(f"{options.release}, {options.rounds} rounds, median CPU; Python", sys.version.split()[0])
+    medians = {name: statistics.median(found.seconds) for name, found in measured.items()}
+    yardstick = next(found for name, found in medians.items() if name.startswith("(a)"))
+    for name, seconds in medians.items():
+        memory = max(measured[name].memory)
+        print(f"{name:57} {seconds:7.3f} s {memory:6.1f} MB {seconds / yardstick:7.3f} of (a)")
+    nothing = next(found for name, found in medians.items() if name.startswith("the same again"))
+    print(f"nothing to do: {nothing / medians[_imports()]:.2f} of {_imports()}")
 
 
-def measure(release: str, rounds: int, site: Path, scratch: Path) -> None:
-    """All ways in turn, then the table."""
-    ours = [sys.executable, APPLY, "--site-packages", str(site), "--profile", release]
-    revert = [sys.executable, APPLY, "--site-packages", str(site), "--revert"]
+def _imports() -> str:
+    return f"python3 -c '{IMPORTS}'"
+
+
+def _ways(release: str, site: Path, scratch: Path) -> dict[str, Callable[[Measured], None]]:
+    """All that is measured, in the order of a round, which leaves the packages as it found them."""
+    command = [sys.executable, APPLY, "--site-packages", str(site)]
+    listed = subprocess.run(
+        [sys.executable, APPLY, "--profile", release, "--list", "--json"],
+        check=True,
+        capture_output=True,
+    )
+    fixes = [(fix["id"], fix["kind"]) for fix in json.loads(listed.stdout)["fixes"]]
+
+    def first(number: int) -> list[str]:
+        named = [fix for fix, kind in fixes[:number] if kind == "opt-in"]
+        without = [fix for fix, kind in fixes[number:] if kind != "opt-in"]
+        return [*command, "--profile", release, *named, *(f"--without={fix}" for fix in without)]
+
+    everything = first(len(fixes))
+    revert = [*command, "--revert"]
+    overlays = scratch / "overlays"
+    overlay = [*everything, "--overlay", str(overlays)]
     diff = scratch / "all.patch"
-    shown = subprocess.run([*ours, "--diff"], check=True, capture_output=True)
-    diff.write_bytes(shown.stdout)
+    diff.write_bytes(
+        subprocess.run([*everything, "--diff"], check=True, capture_output=True).stdout
+    )
     patch = ["patch", "-p1", "--silent", "--force", "-d", str(site)]
-    one_fix = "bad-words-index"
-    touched = site / "vllm_gaudi" / "v1" / "worker" / "hpu_input_batch.py"
-    codemod = [sys.executable, "-m", "libcst.tool", "codemod", "-j1", "--no-format"]
-    codemod += ["-x", "fixes.authoring.codemod.FixCommand", "--fix", one_fix]
-    os.environ["PYTHONPATH"] = str(ROOT)
-    ways: dict[str, Callable[[Measured], None]] = {
-        "apply, all written fixes": lambda m: m.run(ours),
-        "the same again: nothing to do": lambda m: m.run(ours),
+    python = [sys.executable, "-c"]
+    decoder = (site / DECODER).read_bytes()
+
+    def build_overlay(measured: Measured) -> None:
+        shutil.rmtree(overlays, ignore_errors=True)
+        measured.run(overlay)
+
+    def patched(measured: Measured) -> None:
+        measured.run(patch, diff)
+        subprocess.run([*patch, "-R"], input=diff.read_bytes(), check=True)
+
+    def codemod(measured: Measured) -> None:
+        tool = [sys.executable, "-m", "libcst.tool", "codemod", "-j1", "--no-format"]
+        fix = ["-x", "fixes.authoring.codemod.FixCommand", "--fix", DECODER_FIX]
+        measured.run([*tool, *fix, str(site / DECODER)])
+        assert (site / DECODER).read_bytes() != decoder, "the codemod did nothing"
+        (site / DECODER).write_bytes(decoder)
+
+    def and_back(words: list[str]) -> Callable[[Measured], None]:
+        def way(measured: Measured) -> None:
+            measured.run(words)
+            Measured().run(revert)
+
+        return way
+
+    def copies(number: int) -> Callable[[Measured], None]:
+        inside = textwrap.indent(decoder.decode().replace("from __future__", "# "), "    ")
+        more = "".join(f"\n\nclass _Copy{copy}:\n{inside}" for copy in range(1, number))
+        others = [
+            f"--without={fix}" for fix, kind in fixes if kind != "opt-in" and fix != DECODER_FIX
+        ]
+
+        def way(measured: Measured) -> None:
+            (site / DECODER).write_bytes(decoder + more.encode())
+            measured.run([*command, "--profile", release, *others])
+            Measured().run(revert)
+            (site / DECODER).write_bytes(decoder)
+
+        return way
+
+    sizes = [number for number in (1, 5, 10, 15, 20) if number < len(fixes)] + [len(fixes)]
+    return {
+        f"apply, all {len(fixes)} fixes": lambda m: m.run(everything),
+        "the same again: nothing to do": lambda m: m.run(everything),
         "revert": lambda m: m.run(revert),
         "(a) libcst parse and print of hpu_model_runner.py": lambda m: m.run(
-            [sys.executable, "-c", PARSE, str(site / RUNNER)]
+            [*python, PARSE, str(site / RUNNER)]
         ),
-        "(b) GNU patch, the same edits": lambda m: m.run(patch, diff),
-        f"(c) libcst codemod tool, {one_fix} on its one file": lambda m: m.run(
-            [*codemod, str(touched)]
-        ),
-        "python3 -c 'import json, argparse'": lambda m: m.run(
-            [sys.executable, "-c", "import json, argparse"]
-        ),
+        "(b) GNU patch, the same edits": patched,
+        f"(c) libcst codemod tool, {DECODER_FIX} alone": codemod,
+        _imports(): lambda m: m.run([*python, IMPORTS]),
+        "overlay, built": build_overlay,
+        "overlay, found": lambda m: m.run(overlay),
+        **{f"apply, {number} fixes of the profile": and_back(first(number)) for number in sizes},
+        **{f"apply, {DECODER_FIX}, file x {number}": copies(number) for number in (1, 5, 10, 20)},
     }
-    measured = {name: Measured() for name in ways}
-    for _ in range(rounds):
-        pristine = touched.read_bytes()
-        for name, way in ways.items():
-            way(measured[name])
-            if name.startswith("(b)"):
-                subprocess.run([*patch, "-R"], input=shown.stdout, check=True)
-            if name.startswith("(c)"):
-                assert touched.read_bytes() != pristine, "the codemod did nothing"
-                touched.write_bytes(pristine)
-    print(f"{release}, {rounds} rounds, median CPU seconds; Python {sys.version.split()[0]}")
-    yardstick = next(found for name, found in measured.items() if name.startswith("(a)"))
-    for name, found in measured.items():
-        seconds = statistics.median(found.seconds)
-        ratio = seconds / statistics.median(yardstick.seconds)
-        print(f"{name:57} {seconds:7.3f} s {max(found.memory):6.1f} MB {ratio:7.3f} of (a)")
 
 
 if __name__ == "__main__":
