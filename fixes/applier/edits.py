@@ -14,13 +14,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fixes.applier.errors import SiteMismatch, UsageError
+from fixes.applier.errors import PackError, SiteMismatch, UsageError
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -136,6 +138,7 @@ class Definition:
         self._where = where
         self._marker = marker
         self._layout = layout
+        self._closed = ""
 
     # What a codemod calls -----------------------------------------------------------------------
 
@@ -219,20 +222,31 @@ class Definition:
 
     @contextmanager
     def within(self, pattern: str) -> Iterator[Definition]:
-        """Narrow the edits of a ``with`` block to the one statement of the pattern."""
+        """Narrow the edits of a ``with`` block to the one statement of the pattern.
+
+        Only what it gives is edited in there, and only there.
+        """
         ((path, start, stop),) = self._runs(pattern, 1)
         if stop - start != 1:
             raise UsageError(f"{self._where}: within() takes the pattern of one statement")
         here: Path = (*path[:-1], (path[-1][0], start))
-        node: Any = self._root
-        for name, index in here:
-            node = getattr(node, name) if index is None else getattr(node, name)[index]
+        node = _at(self._root, here)
         inner = Definition(node, self._where, self._marker, self._layout)
-        yield inner
+        self._closed = "inside of a within() block, edit what it gives"
+        try:
+            yield inner
+        finally:
+            self._closed = ""
+            inner._closed = "the within() block has ended"
         if inner._root is not node:
-            self._root = _rebuilt(self._root, here, lambda _old: inner._root)
+            self._change(here, lambda _old: inner._root)
 
     # How it works -------------------------------------------------------------------------------
+
+    def _change(self, path: Path, change: Callable[[Any], Any]) -> None:
+        if self._closed:
+            raise UsageError(f"{self._where}: {self._closed}")
+        self._root = _rebuilt(self._root, path, change)
 
     def _walk(self) -> Iterator[tuple[Path, cst.CSTNode]]:
         """All nodes that hold code, outermost first, in source order."""
@@ -262,14 +276,14 @@ class Definition:
         wanted = _statements(pattern, self._layout)
         found = []
         for path in self._blocks():
-            body: Any = self._root
-            for name, index in path:
-                body = getattr(body, name) if index is None else getattr(body, name)[index]
+            body = _at(self._root, path)
             for start in range(len(body) - len(wanted) + 1):
                 run = body[start : start + len(wanted)]
                 if all(_same(one, other) for one, other in zip(wanted, run, strict=True)):
                     found.append((path, start, start + len(wanted)))
         self._expect(count, len(found), pattern)
+        for (path, _, stop), (other, start, _) in pairwise(found):
+            self._refuse_overlap(path == other and start < stop, pattern)
         return found
 
     def _edit_statements(
@@ -287,22 +301,26 @@ class Definition:
                     before[-1] = self._marked(before[-1])
                 return [*before, *new, *after] or self._parsed("pass")
 
-            self._root = _rebuilt(self._root, path, edited)
+            self._change(path, edited)
 
     def _edit_body(self, change: Callable[[Sequence[Any], int], list[Any]]) -> None:
         def edited(body: Sequence[Any]) -> list[Any]:
-            docstring = self._root.get_docstring(clean=False)  # type: ignore[attr-defined]
+            docstring = None
+            if isinstance(self._root, (cst.FunctionDef, cst.ClassDef)):
+                docstring = self._root.get_docstring(clean=False)
             return change(body, 0 if docstring is None else 1)
 
         if not isinstance(getattr(self._root, "body", None), cst.IndentedBlock):
             raise UsageError(f"{self._where}: it has no body of lines to insert into")
-        self._root = _rebuilt(self._root, (("body", None), ("body", None)), edited)
+        self._change((("body", None), ("body", None)), edited)
 
     def _replace_at(self, paths: list[Path], source: str, count: int, pattern: str) -> None:
         self._expect(count, len(paths), pattern)
+        for outer, inner in pairwise(paths):
+            self._refuse_overlap(inner[: len(outer)] == outer, pattern)
         new = _expression(source)
         for path in reversed(paths):
-            self._root = _rebuilt(self._root, path, lambda old: self._with_parentheses(new, old))
+            self._change(path, lambda old: self._with_parentheses(new, old))
             self._mark_statement_around(path)
 
     @staticmethod
@@ -317,7 +335,7 @@ class Definition:
             if hasattr(node, "leading_lines"):
                 around = path[:depth]
             node = getattr(node, name) if index is None else getattr(node, name)[index]
-        self._root = _rebuilt(self._root, around, self._marked)
+        self._change(around, self._marked)
 
     def _parsed(self, source: str) -> list[Any]:
         first, *rest = _statements(source, self._layout)
@@ -334,9 +352,13 @@ class Definition:
     def _with_lines_above(statement: Any, above: Sequence[cst.EmptyLine]) -> Any:
         return statement.with_changes(leading_lines=[*above, *statement.leading_lines])
 
+    def _refuse_overlap(self, overlaps: bool, pattern: str) -> None:
+        if overlaps:
+            raise SiteMismatch(f"{self._where}: places of `{_shown(pattern)}` overlap")
+
     def _expect(self, count: int, found: int, pattern: str) -> None:
         if found != count:
-            shown = textwrap.shorten(pattern, 70, placeholder=" ...")
+            shown = _shown(pattern)
             raise SiteMismatch(f"{self._where}: expected {count} x `{shown}`, found {found}")
 
 
@@ -351,6 +373,10 @@ class Layout:
     def config(self) -> cst.PartialParserConfig:
         """libcst's own form of it."""
         return cst.PartialParserConfig(default_newline=self.newline, default_indent=self.indent)
+
+
+def _shown(pattern: str) -> str:
+    return textwrap.shorten(pattern, 70, placeholder=" ...")
 
 
 @cache
@@ -381,13 +407,19 @@ def _same_code(one: Any, other: Any) -> bool:
 
 
 def rewrite(
-    text: str, where: str, codemods: Sequence[tuple[str, Callable[[Definition], None]]]
+    text: str,
+    where: str,
+    codemods: Sequence[tuple[str, Callable[[Definition], None]]],
+    *,
+    read_back: bool = False,
 ) -> str:
     """Run codemods, each with the id of its fix, one after the other on a definition's text.
 
     The definition keeps its indentation: libcst is given it under ``if`` statements, so that no
-    line of it moves, those of multi-line strings included. Raises :class:`SiteMismatch` when a
-    codemod does not find what it expects, or when nothing but layout has changed in the end.
+    line of it moves, those of multi-line strings included. ``read_back`` parses the result, to see
+    whether it reads as it was meant; that depends on text and codemods alone, so it is for those
+    who record a lock. Raises :class:`SiteMismatch` when a codemod does not find what it expects or
+    changes nothing but layout, :class:`UsageError` when it fails.
     """
     newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
     layout = Layout(newline, "\t" if text.startswith("\t") else "    ")
@@ -395,22 +427,50 @@ def rewrite(
     levels = -(-len(indent) // len(layout.indent))
     header = "".join(f"{layout.indent * level}if 1:{newline}" for level in range(levels))
     final = "" if text.endswith(("\n", "\r")) else newline
+    path: Path = (("body", 0), *((("body", None), ("body", 0)) * levels))
     try:
         module = cst.parse_module(header + text + final, layout.config)
     except cst.ParserSyntaxError as error:
         raise SiteMismatch(f"{where}: libcst cannot parse it: {error.message}") from None
-    path: Path = (("body", 0), *((("body", None), ("body", 0)) * levels))
-    root: Any = module
-    for name, index in path:
-        root = getattr(root, name) if index is None else getattr(root, name)[index]
-    stock = root
+    root = _at(module, path)
     for fix_id, codemod in codemods:
         code = Definition(root, f"{where} ({fix_id})", f"# fix: {fix_id}", layout)
-        codemod(code)
-        if code._root is root:
-            raise SiteMismatch(f"{where} ({fix_id}): the codemod changed nothing")
+        _run(codemod, code)
+        if _same_code(root, code._root):
+            raise SiteMismatch(
+                f"{where} ({fix_id}): the codemod changed nothing, or only comments and layout"
+            )
         root = code._root
-    if _same_code(stock, root):
-        raise SiteMismatch(f"{where}: the codemods changed nothing but comments and layout")
     printed: str = _rebuilt(module, path, lambda _old: root).code
+    if read_back:
+        _check_that_it_reads(printed, path, root, where)
     return printed[len(header) : len(printed) - len(final)]
+
+
+def _at(node: Any, path: Path) -> Any:
+    for name, index in path:
+        node = getattr(node, name) if index is None else getattr(node, name)[index]
+    return node
+
+
+def _run(codemod: Callable[[Definition], None], code: Definition) -> None:
+    try:
+        with redirect_stdout(sys.stderr):  # what a run prints there may be run by a shell
+            codemod(code)
+    except PackError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UsageError(f"{code._where}: its codemod fails: {reason}") from error
+
+
+def _check_that_it_reads(printed: str, path: Path, meant: Any, where: str) -> None:
+    try:
+        found = _at(cst.parse_module(printed), path)
+    except (cst.ParserSyntaxError, IndexError, AttributeError):
+        found = None
+    if not _same_code(found, meant):
+        raise SiteMismatch(
+            f"{where}: what the codemods made reads as something else; put parentheses around an"
+            " expression that takes the place of a part of another"
+        )

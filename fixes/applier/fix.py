@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fixes.applier.errors import UsageError
+from fixes.applier.profiles import check_path
 
 if TYPE_CHECKING:
     from fixes.applier.edits import Definition
@@ -76,7 +78,39 @@ class LoadedFix:
             raise UsageError(
                 f"{module.__file__}: a fix needs a docstring, FIX = Fix(...) and at least one @site"
             )
-        if not all(path.endswith(".py") for path in fix.support):
-            raise UsageError(f"{module.__file__}: what a fix adds are Python modules, named .py")
-        folder = (module.__file__ or "").rpartition("/")[0]
-        return cls(fix_id, fix, sites, module.__doc__, folder)
+        loaded = cls(fix_id, fix, sites, module.__doc__, os.path.dirname(module.__file__ or ""))
+        for fault in loaded._faults():
+            raise UsageError(f"{module.__file__}: {fault}")
+        return loaded
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with it, as far as it shows without the packages."""
+        fix = self.fix
+        for name in ("summary", "symptom", "drop_when"):
+            if not _is_line(getattr(fix, name)):
+                yield f"Fix.{name} must be one line of text"
+        for name in ("references", "relies_on"):
+            if not isinstance(getattr(fix, name), tuple):
+                yield f"Fix.{name} must be a tuple"
+        for label in fix.relies_on:
+            if not isinstance(label, str) or label.count("::") != 1:
+                yield f"Fix.relies_on has {label!r}; a definition is named file::qualified.name"
+        if not isinstance(fix.environment, Mapping) or not isinstance(fix.support, Mapping):
+            yield "Fix.environment and Fix.support must be dictionaries"
+        for path, beside in fix.support.items():
+            try:
+                check_path(path)
+            except ValueError as error:
+                yield f"Fix.support: {error}"
+            if not path.endswith(".py"):
+                yield f"Fix.support has {path!r}; what a fix adds are Python modules, named .py"
+            if not os.path.isfile(os.path.join(self.folder, beside)):
+                yield f"Fix.support has {beside!r}, and there is no such file beside the fix"
+        known = [(site.label, site.shape) for site in self.sites]
+        for label, shape in known:
+            if known.count((label, shape)) > 1:
+                yield f"two codemods for {label}; do all of it in one, or name two shapes"
+
+
+def _is_line(text: object) -> bool:
+    return isinstance(text, str) and bool(text.strip()) and "\n" not in text

@@ -80,7 +80,7 @@ def _imported(name: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(f"{path}: {type(error).__name__}: {error}") from error
     return module

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fixes.applier.definitions import Source, Span, fingerprint, newlines
-from fixes.applier.errors import ImageMismatch, SiteMismatch, UsageError
+from fixes.applier.errors import ImageMismatch, PackError, SiteMismatch, UsageError
 from fixes.applier.fix import LoadedFix, Site
 from fixes.applier.profiles import Lock, LockedSite
 
@@ -66,7 +66,8 @@ class _Work:
 
 
 def check_overlap(fixes: Sequence[LoadedFix]) -> None:
-    """Refuse a fix on a definition inside another fix's: neither order is right.
+    """Refuse a fix on a definition inside another fix's, where neither order is right, and two
+    fixes that add the same module.
 
     Two fixes on one definition compose in the profile's order; a class and its method do not.
     """
@@ -78,14 +79,25 @@ def check_overlap(fixes: Sequence[LoadedFix]) -> None:
                     f"{outer_id} rewrites {outer.label} and {inner_id} rewrites"
                     f" {inner.definition} inside it: they overlap"
                 )
+    brought: dict[str, str] = {}
+    for fix in fixes:
+        for path in fix.fix.support:
+            if path in brought:
+                raise UsageError(f"{brought[path]} and {fix.id} both add {path}: name one anew")
+            brought[path] = fix.id
 
 
 def make_plan(
-    fixes: Sequence[LoadedFix], lock: Lock, read: Callable[[str], bytes | None]
+    fixes: Sequence[LoadedFix],
+    lock: Lock,
+    read: Callable[[str], bytes | None],
+    *,
+    read_back: bool = False,
 ) -> list[PlannedFile]:
     """Check every site, then rewrite in memory.
 
-    ``read`` gives a file's pristine bytes (None where there is no such file). Raises
+    ``read`` gives a file's pristine bytes (None where there is no such file); ``read_back`` is that
+    of :func:`fixes.applier.edits.rewrite`. Raises
     :class:`Mismatches` with all sites that do not match, :class:`UsageError` where fix and lock
     tell different stories.
     """
@@ -101,7 +113,7 @@ def make_plan(
                 work.setdefault(site.file, _Work(source)).sites.append((fix.id, site, span))
     if mismatches:
         raise Mismatches(mismatches)
-    planned = [_rewritten(path, part) for path, part in work.items()]
+    planned = [_rewritten(path, part, read_back) for path, part in work.items()]
     return planned + [file for fix in fixes for file in _support_modules(fix, read)]
 
 
@@ -163,7 +175,8 @@ def _sites_of(
     ):
         raise UsageError(stale)
     in_lock = {(entry.label, entry.shape) for entry in locked if entry.rewritten}
-    if any(key not in in_lock for key, site in codemods.items() if not site.shape):
+    shapes = {"", *(shape for _, shape in in_lock)}
+    if any(key not in in_lock for key, site in codemods.items() if site.shape in shapes):
         raise UsageError(stale)
     if {entry.label for entry in locked if not entry.rewritten} != set(fix.fix.relies_on):
         raise UsageError(stale)
@@ -229,23 +242,32 @@ def _checked(
     return span
 
 
-def _rewritten(path: str, part: _Work) -> PlannedFile:
+def _rewritten(path: str, part: _Work, read_back: bool) -> PlannedFile:
     from fixes.applier.edits import rewrite
 
     texts: dict[Span, str] = {}
     for span in dict.fromkeys(span for _, _, span in part.sites):
         codemods = [(fix_id, site.rewrite) for fix_id, site, its in part.sites if its == span]
         definition = next(site.definition for _, site, its in part.sites if its == span)
-        texts[span] = rewrite(part.source.text(span), f"{path}::{definition}", codemods)
+        text, where = part.source.text(span), f"{path}::{definition}"
+        texts[span] = rewrite(text, where, codemods, read_back=read_back)
     data = part.source.replaced(texts)
+    _check_that_it_compiles(data, path)
+    fixes = tuple(dict.fromkeys(fix_id for fix_id, _, _ in part.sites))
+    return PlannedFile(path, part.source.data, data, fixes)
+
+
+def _check_that_it_compiles(
+    data: bytes, path: str, error_class: type[PackError] = SiteMismatch
+) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(data, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise SiteMismatch(f"{path}: the rewritten file does not compile: {error}") from None
-    fixes = tuple(dict.fromkeys(fix_id for fix_id, _, _ in part.sites))
-    return PlannedFile(path, part.source.data, data, fixes)
+        raise SiteMismatch(
+            f"{path}: the file as the pack leaves it does not compile: {error}"
+        ) from None
 
 
 def _support_modules(fix: LoadedFix, read: Callable[[str], bytes | None]) -> list[PlannedFile]:
@@ -259,5 +281,6 @@ def _support_modules(fix: LoadedFix, read: Callable[[str], bytes | None]) -> lis
         data = (Path(fix.folder) / beside).read_bytes().replace(b"\r\n", b"\n")
         # At the end, so that a traceback's line numbers are those of the file beside the fix.
         data = data.rstrip(b"\n") + f"\n{MARKER}{fix.id}\n".encode()
+        _check_that_it_compiles(data, path, UsageError)
         planned.append(PlannedFile(path, None, data, (fix.id,)))
     return planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -168,7 +169,7 @@ def test_another_number_of_places_is_an_error(
 
 
 def test_a_replacement_with_the_same_code_is_an_error() -> None:
-    with pytest.raises(SiteMismatch, match="changed nothing but comments"):
+    with pytest.raises(SiteMismatch, match="changed nothing, or only comments"):
         edited(lambda code: code.replace_expression("helper(...)", METHOD.rpartition("return ")[2]))
 
 
@@ -204,3 +205,108 @@ def test_a_definition_at_the_end_of_a_file_without_newline() -> None:
         lambda code: code.replace_statement("return 1", "return 2"), "def f():\n    return 1"
     )
     assert after == "def f():\n    # fix: a-fix\n    return 2"
+
+
+# What would read as something else, or be lost --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "source"),
+    [
+        ("return -(a // -b)", "a", "a + 1"),
+        ("return a.real", "a", "a + b"),
+        ("return g(a)", "a", "1, 2"),
+        ("return not a.b", "a.b", "a or b"),
+        ("return a ** 2", "a", "-a"),
+        ("return a or 1", "a", "a if b else c"),
+    ],
+)
+def test_an_expression_that_reads_as_another_is_found(text: str, pattern: str, source: str) -> None:
+    def go(new: str) -> str:
+        codemods = [("a-fix", lambda code: code.replace_expression(pattern, new))]
+        return rewrite(f"def f(a, b, c):\n    {text}\n", "here", codemods, read_back=True)
+
+    with pytest.raises(SiteMismatch, match="reads as something else"):
+        go(source)
+    assert f"({source})" in go(f"({source})")
+
+
+LOOP = "def f(rows):\n    a = 1\n    for row in rows:\n        g(row)\n    return a\n"
+
+
+def test_the_whole_is_not_edited_inside_of_within() -> None:
+    def codemod(code: Definition) -> None:
+        with code.within("for row in rows: ..."):
+            code.remove("a = 1")
+
+    with pytest.raises(UsageError, match="inside of a within"):
+        edited(codemod, LOOP)
+
+
+def test_the_part_is_not_edited_after_within() -> None:
+    def codemod(code: Definition) -> None:
+        with code.within("for row in rows: ...") as loop:
+            loop.insert_first("h(row)")
+        loop.insert_first("i(row)")
+
+    with pytest.raises(UsageError, match="has ended"):
+        edited(codemod, LOOP)
+
+
+def test_first_and_last_in_a_block_that_is_no_definition() -> None:
+    def codemod(code: Definition) -> None:
+        with code.within("for row in rows: ...") as loop:
+            loop.insert_first("h(row)")
+            loop.insert_last("i(row)")
+
+    after = edited(codemod, LOOP)
+    inside = after[after.index("        #") : after.index("    return")]
+    assert [line.strip() for line in inside.splitlines() if "#" not in line] == [
+        "h(row)",
+        "g(row)",
+        "i(row)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "codemod",
+    [
+        lambda code: code.replace_statement("x()\nx()", "y()", count=2),
+        lambda code: code.replace_expression("g(...)", "h()", count=2),
+    ],
+)
+def test_places_that_overlap_are_refused(codemod: Callable[[Definition], None]) -> None:
+    with pytest.raises(SiteMismatch, match="overlap"):
+        edited(codemod, "def f(a):\n    x()\n    x()\n    x()\n    return g(g(a))\n")
+
+
+@pytest.mark.parametrize(
+    "codemod",
+    [
+        lambda code: code.replace("a", "b"),
+        lambda code: code.insert_first("range(0,"),
+        lambda code: code.insert_first("# only a comment"),
+        lambda code: sys.exit(0),
+    ],
+)
+def test_a_codemod_that_fails_is_named(codemod: Callable[[Definition], None]) -> None:
+    with pytest.raises(UsageError, match=r"^file\.py::C\.method \(a-fix\): its codemod fails: \w+"):
+        edited(codemod, LOOP)
+
+
+def test_each_fix_changes_something_of_its_own() -> None:
+    codemods = [
+        ("one", lambda code: code.replace_statement("a = 1", "a = 2")),
+        ("two", lambda code: code.replace_statement("return a", "return (a)")),
+    ]
+    with pytest.raises(SiteMismatch, match=r"\(two\): the codemod changed nothing"):
+        rewrite(LOOP, "here", codemods)
+
+
+def test_what_a_codemod_prints_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    def codemod(code: Definition) -> None:
+        print("rm -rf x")
+        code.remove("a = 1")
+
+    edited(codemod, LOOP)
+    assert capsys.readouterr() == ("", "rm -rf x\n")
