@@ -5,6 +5,12 @@ import gc
 import os
 import sys
 
+if sys.version_info < (3, 10):  # noqa: UP036  RHEL's own python3 is 3.9
+    found = f"this is Python {sys.version.split()[0]} ({sys.executable})"
+    advice = "run the pack with the interpreter that runs vllm, 3.10 or newer"
+    sys.stderr.write(f"gaudi-fix-pack: error: {found}; {advice}\n")
+    sys.exit(2)
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The interpreter put this folder first on the path; its modules are imported from the one above.
 sys.path[:] = [

@@ -35,11 +35,11 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argparse, with what it says on standard error looking like all else there."""
+    """Argparse, whose errors are told like all others."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())
-        self.exit(2, f"{PREFIX} {usage}\n{PREFIX} error: {message}\n")
+        raise UsageError(f"{message}\n{usage}")
 
 
 def _seconds(text: str) -> float:
@@ -104,7 +104,13 @@ def main(root: str, argv: Sequence[str] | None = None) -> int:
     """Run the command for the pack checked out at ``root`` and return its exit code."""
     started = time.perf_counter()
     os.umask(os.umask(0o077) | 0o002)  # what this run or its pip makes, not everyone may write
-    args = _parser().parse_intermixed_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    try:
+        args = parser.parse_intermixed_args(words)
+    except UsageError as error:
+        args = parser.parse_args(["--json"] if "--json" in words else [])
+        return _failed(error, error.exit_code, args, started)
     try:
         document = _run(root, args)
     except PackError as error:
@@ -120,8 +126,14 @@ def main(root: str, argv: Sequence[str] | None = None) -> int:
         for line in traceback.format_exc().splitlines():
             print(f"{PREFIX} {line}", file=sys.stderr)
         return _failed(error, 1, args, started)
-    if document is not None:
-        _print(document, args, started)
+    try:
+        if document is not None:
+            _print(document, args, started)
+    except OSError as error:
+        # Packages that were rewritten are that; in all other cases what is printed is the result.
+        if args.overlay or args.list or args.explain or args.status or args.dry_run:
+            return _failed(error, 4, args, started)
+        print(f"{PREFIX} done, and the report could not be printed: {error}", file=sys.stderr)
     return 0
 
 
@@ -205,8 +217,8 @@ def _site_packages(text: str | None) -> Path | None:
     if text is None:
         return None
     folder = Path(text)
-    if not folder.is_dir():
-        raise UsageError(f"--site-packages: {folder} is no folder")
+    if not text or not folder.is_dir():
+        raise UsageError(f"--site-packages: {text!r} is no folder")
     return Path(os.path.realpath(folder))
 
 
@@ -371,6 +383,7 @@ def _emit(text: str) -> None:
     """Write to standard output, bytes that are no text as they are. Nobody has to read on.
 
     Whether packages were rewritten does not depend on who listens, so neither does the exit code.
+    Raises OSError for what cannot take it, such as a full disk.
     """
     if sys.stdout is None:
         return
@@ -380,8 +393,10 @@ def _emit(text: str) -> None:
         else:
             sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def _failed(error: BaseException, code: int, args: argparse.Namespace, started: float) -> int:

@@ -43,7 +43,8 @@ class Mismatches(ImageMismatch):
     def __init__(self, found: Sequence[Mismatch], hint: str = "") -> None:
         self.found = tuple(found)
         self.hint = hint
-        count = f"{len(found)} definition{'s' if len(found) != 1 else ''} do not match the profile:"
+        one = len(found) == 1
+        count = f"{len(found)} definition{' does' if one else 's do'} not match the profile:"
         super().__init__("\n".join([count, *map(str, found), *([hint] if hint else [])]))
 
 
@@ -265,7 +266,7 @@ def _check_that_it_compiles(
             warnings.simplefilter("ignore")
             compile(data, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise SiteMismatch(
+        raise error_class(
             f"{path}: the file as the pack leaves it does not compile: {error}"
         ) from None
 

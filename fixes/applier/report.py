@@ -95,7 +95,8 @@ def lines(document: Mapping[str, Any], *, verbose: bool) -> Iterable[str]:
     if document["recovered"]:
         yield f"an interrupted run was {document['recovered']}"
     if document["dry_run"]:
-        yield "dry run: nothing is written"
+        more = "else " if document["recovered"] else ""
+        yield f"dry run: nothing {more}is written"
     if document["command"] == "status" and not document["fixes"]:
         yield "nothing is applied"
     for fix in document["fixes"]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def apply(
                 outcome = None
             elif dry_run or not outcome.anything:
                 if dry_run:
-                    _check_writable(store, outcome.changes)
+                    _check_writable(_folders_of(store, outcome.changes))
                 elif outcome.only_asked_otherwise:
                     # So that the next such run sees at once that it has nothing to do; an image
                     # that cannot be written is fine without.
@@ -154,14 +155,17 @@ def build_overlay(
             for path, own in contents.items()
         },
     }
-    found = overlay.find(folder, request, manifest.digest, folders)
-    if found is None and not dry_run:
-        own = {path: file for path, file in contents.items() if file is not None}
-        path = overlay.build(folder, document, folders, own)
-    else:
-        path = found[0] if found else str(Path(folder) / overlay.CURRENT)
-    if not dry_run:
-        overlay.make_current(path)
+    own = {path: file for path, file in contents.items() if file is not None}
+    try:
+        found = overlay.find(folder, request, manifest.digest, folders)
+        path = found[0] if found else ""
+        if not dry_run:
+            path = path or overlay.build(folder, document, folders, own)
+            overlay.make_current(path)
+    except OSError as error:
+        raise CannotWrite(f"{describe(error)}; {_CANNOT_OVERLAY}") from error
+    if dry_run and not found:
+        _check_writable([_nearest(Path(folder))], _CANNOT_OVERLAY)
     return Result(
         selection.profile.name,
         list(packages.values()),
@@ -194,7 +198,7 @@ def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeou
             if store.moment() == moment:
                 raise
         else:
-            _check_writable(store, outcome.changes)
+            _check_writable(_folders_of(store, outcome.changes))
             return outcome.result("", packages, [], "", dry_run)
     with _writing(store, lock_timeout):
         recovered = store.recover()
@@ -417,7 +421,7 @@ def _outcome(
     outcome = _changes(store, before, planned, pristine)
     outcome.notes += [
         f"{store.locate(file.path)}: not the file of {selection.profile.name}, but different only"
-        " outside of the definitions that are rewritten"
+        " outside of the definitions that are rewritten, or in blanks at line ends"
         for file in planned
         if file.pristine
         and sha256(file.pristine) != lock.files.get(file.path, sha256(file.pristine))
@@ -636,6 +640,8 @@ _CANNOT_WRITE = (
     " overlay in a folder that can be written with --overlay DIR"
 )
 
+_CANNOT_OVERLAY = "--overlay takes a folder on a volume with some room that this user may write to"
+
 
 @contextlib.contextmanager
 def _writing(store: Store, timeout: float) -> Iterator[None]:
@@ -644,19 +650,30 @@ def _writing(store: Store, timeout: float) -> Iterator[None]:
         with store.locked(timeout):
             yield
     except OSError as error:
-        raise CannotWrite(f"{describe(error)}; {_CANNOT_WRITE}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "make room there, and run it again" if full else _CANNOT_WRITE
+        raise CannotWrite(f"{describe(error)}; {advice}") from error
 
 
-def _check_writable(store: Store, changes: Sequence[Change]) -> None:
-    """What a dry run can tell about writing: folders that this user may not write to."""
+def _folders_of(store: Store, changes: Sequence[Change]) -> Iterable[Path]:
+    """The folders that a run with these changes writes to."""
     if not changes:
-        return
+        return ()
     own = {store.folder.parent, store.folder, store.folder / "objects"}
-    folders = {*own, *(store.locate(change.path).parent for change in changes)}
+    return {*own, *(store.locate(change.path).parent for change in changes)}
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself or, where it is yet to be made, the one to make it in."""
+    return next(f for f in (folder, *folder.parents) if f.exists())
+
+
+def _check_writable(folders: Iterable[Path], advice: str = _CANNOT_WRITE) -> None:
+    """What a dry run can tell about writing: folders that this user may not write to."""
     refused = sorted(str(f) for f in folders if f.exists() and not os.access(f, os.W_OK | os.X_OK))
     if refused:
         where = "\n".join(f"no permission to write in {folder}" for folder in refused)
-        raise CannotWrite(f"{where}\n{_CANNOT_WRITE}")
+        raise CannotWrite(f"{where}\n{advice}")
 
 
 def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:

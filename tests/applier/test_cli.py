@@ -346,7 +346,7 @@ def failing(world: World, how: str) -> tuple[str, ...]:
         world.write_fix("gamma", "raise ValueError('a\\nb')")
     elif how == "broken profile":
         (world.pack / "profiles" / "v1.0.0.toml").write_text("release = \n")
-    elif how == "internal error":
+    elif how == "failing codemod":
         world.write_fix(
             "gamma",
             '''
@@ -371,10 +371,15 @@ def failing(world: World, how: str) -> tuple[str, ...]:
         ("mismatch", 3),
         ("broken fix", 2),
         ("broken profile", 2),
+        ("failing codemod", 2),
         ("internal error", 1),
     ],
 )
-def test_every_line_on_standard_error_has_the_prefix(world: World, how: str, code: int) -> None:
+def test_every_line_on_standard_error_has_the_prefix(
+    world: World, how: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "internal error":
+        monkeypatch.setattr("fixes.applier.runner.apply", lambda *_, **__: int("x"))
     ran = world.run(*failing(world, how))
     assert (ran.code, ran.out) == (code, "")
     lines = ran.err.splitlines()
@@ -597,3 +602,47 @@ def test_folders_may_have_names_that_are_no_text(world: World) -> None:
     assert b"s\xffite/vllm\n" in done.stdout
     again = world.run("--site-packages", str(odd), "--json", site=False)
     assert json.loads(again.out)["counts"]["unchanged"] == 3
+
+
+# Results that programs go by ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("--bogus",), ("--status", "--revert"), ("--lock-timeout", "x")])
+def test_words_that_are_not_understood_are_a_document_too(
+    world: World, words: tuple[str, ...]
+) -> None:
+    ran = world.run("--json", *words)
+    document = json.loads(ran.out)
+    assert (ran.code, document["exit_code"], document["error"]["kind"]) == (2, 2, "UsageError")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [((), 0), (("--json",), 0), (("--overlay", "OVERLAYS"), 4), (("--dry-run",), 4)],
+)
+def test_output_that_cannot_be_written(world: World, words: tuple[str, ...], code: int) -> None:
+    """Packages that were rewritten are; the line of an overlay that nobody gets is of no use."""
+    overlays = str(world.site.with_name("overlays"))
+    argv = [overlays if word == "OVERLAYS" else word for word in words]
+    program = install_command(world)
+    command = [sys.executable, str(program), "--profile", "v1.0.0", "--site-packages", world.site]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*map(str, command), *argv], stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, b"No space left" in done.stderr) == (code, True), done.stderr
+
+
+def test_a_python_that_is_too_old_is_told_so(world: World) -> None:
+    program = install_command(world)
+    text = program.read_text().replace("< (3, 10)", "< (9,)")
+    program.write_text(text)
+    done = subprocess.run([sys.executable, program, "--list"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "run the pack with the interpreter that runs vllm" in done.stderr
+
+
+def test_a_folder_without_a_name_is_not_the_present_one(world: World) -> None:
+    """What an unset variable of a script leaves."""
+    ran = world.run("--site-packages", "", site=False)
+    assert ran.code == 2
+    assert "'' is no folder" in ran.err

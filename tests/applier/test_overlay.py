@@ -376,3 +376,29 @@ def test_what_a_killed_run_left_is_removed_later(world: World, overlays: Path) -
         os.utime(overlays / name, (1, 1))
     world.run("--overlay", str(overlays))
     assert sorted(p.name for p in overlays.glob(".*")) == [".abcdef012345", ".other"]
+
+
+def test_a_dry_run_names_no_overlay_that_is_not_there(world: World, overlays: Path) -> None:
+    ran = world.run("--overlay", str(overlays), "-q", "--dry-run")
+    assert (ran.code, ran.out.startswith("applied=3")) == (0, True), ran.err
+    assert not overlays.exists()
+    built = folder_of(world.run("--overlay", str(overlays)))
+    assert str(built) in world.run("--overlay", str(overlays), "-q", "--dry-run").out
+
+
+def test_a_dry_run_sees_that_an_overlay_could_not_be_made(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    ran = world.run("--overlay", str(tmp_path / "a" / "b"), "--dry-run")
+    assert ran.code == 4
+    assert f"no permission to write in {tmp_path}\n" in ran.err
+    assert "--overlay takes a folder" in ran.err
+
+
+def test_an_overlay_that_cannot_be_made_says_what_would_do(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for more in ([], ["--dry-run"]):
+        ran = world.run("--overlay", str(tmp_path / "file" / "a"), *more)
+        assert ran.code == 4
+        assert "--overlay" in ran.err

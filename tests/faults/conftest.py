@@ -72,10 +72,10 @@ def _computed_once() -> Iterator[None]:
             known[source.data] = find(source)
         return known[source.data]
 
-    def rewritten(text: str, where: str, codemods: Any) -> str:
+    def rewritten(text: str, where: str, codemods: Any, **more: Any) -> str:
         key = (text, where, tuple(codemods))
         if key not in texts:
-            texts[key] = rewrite(text, where, codemods)
+            texts[key] = rewrite(text, where, codemods, **more)
         return texts[key]
 
     def compiles(data: bytes, *args: Any, **more: Any) -> None:
