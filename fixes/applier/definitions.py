@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
-import re
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -18,11 +17,6 @@ from functools import cached_property
 
 from fixes.applier.digest import LARGEST_TEXT
 from fixes.applier.errors import ImageMismatch
-
-# Python's own idea of a line; str.splitlines would also split at form feeds and the like.
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
-_LINE_END = re.compile(r"(?:\r\n|\r|\n)\Z")
-_NEWLINE_NAMES = {"\n": "lf", "\r\n": "crlf", "\r": "cr"}
 
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What can hold statements: `if`, `try`, `with`, `match`, ... (a definition under one is still named
@@ -68,7 +62,8 @@ class Source:
             raise ImageMismatch(f"{self.path}: not {self.encoding}: {error}") from None
         if not faithful:
             raise ImageMismatch(f"{self.path}: {self.encoding} does not give the same bytes back")
-        return _LINE.findall(text)
+        # Python's own idea of a line; str.splitlines would also split at form feeds and the like.
+        return list(io.StringIO(text, newline=""))
 
     @cached_property
     def definitions(self) -> dict[str, list[Span]]:
@@ -104,7 +99,8 @@ class Source:
                 if not in_function and self._has_lines_to_itself(node):
                     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                     for target in targets:
-                        name = prefix + ast.unparse(target)
+                        plain = target.id if isinstance(target, ast.Name) else ast.unparse(target)
+                        name = prefix + plain
                         yield name, Span(node.lineno - 1, node.end_lineno or node.lineno)
             else:
                 for field in _BLOCK_FIELDS:
@@ -145,8 +141,8 @@ def fingerprint(text: str) -> str:
     at line ends, no final newline. Nothing else is normalised, so it is the same under every
     Python version (``ast.dump`` and ``tokenize`` both change between versions).
     """
-    lines = [_LINE_END.sub("", line) for line in _LINE.findall(text)]
-    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())] if lines else ""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
     plain = "\n".join(line.removeprefix(indent).rstrip() for line in lines).rstrip()
     return hashlib.sha256(plain.encode()).hexdigest()
 
@@ -156,5 +152,6 @@ def newlines(text: str) -> str:
 
     The fingerprint is the same for all of them; this is what tells a converted file apart.
     """
-    ends = {match.group() for line in _LINE.findall(text) if (match := _LINE_END.search(line))}
-    return "+".join(sorted(_NEWLINE_NAMES[end] for end in ends)) or "lf"
+    pairs = text.count("\r\n")
+    ends = {"cr": text.count("\r") - pairs, "crlf": pairs, "lf": text.count("\n") - pairs}
+    return "+".join(name for name, count in ends.items() if count) or "lf"

@@ -41,6 +41,8 @@ else:
 # A step from a node to a child: the field, and the index where the field is a sequence.
 Step = tuple[str, "int | None"]
 Path = tuple[Step, ...]
+# The same while walking, where few paths are ever asked for: the parent's place and the step.
+Place = Any
 
 _LAYOUT = re.compile(
     "whitespace.*|trailing_whitespace|leading_lines|lines_after_decorators|header|footer|indent"
@@ -59,13 +61,19 @@ def _code_fields(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if not _LAYOUT.fullmatch(name))
 
 
+@cache
+def _is_kind(kind: Any, *bases: Any) -> bool:
+    """`isinstance` of libcst's abstract classes is slow, and asked of every node."""
+    return issubclass(kind, bases)
+
+
 def _children(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
     for name in _code_fields(type(node)):
         value = getattr(node, name)
         if isinstance(value, (tuple, list)):
             for index, item in enumerate(value):
                 yield (name, index), item
-        elif isinstance(value, cst.CSTNode):
+        elif _is_kind(value.__class__, cst.CSTNode):
             yield (name, None), value
 
 
@@ -91,18 +99,18 @@ def _same_run(pattern: Sequence[Any], code: Sequence[Any]) -> bool:
 
 def _same(pattern: Any, code: Any) -> bool:
     """Is the code what the pattern describes?"""
-    if isinstance(pattern, cst.BaseSuite) and isinstance(code, cst.BaseSuite):
+    kind, found = pattern.__class__, code.__class__
+    if kind is cst.Ellipsis:
+        return _is_kind(found, cst.BaseExpression)
+    if isinstance(pattern, (tuple, list)):
+        return isinstance(code, (tuple, list)) and _same_run(pattern, code)
+    if _is_kind(kind, cst.BaseSuite) and _is_kind(found, cst.BaseSuite):
         return _same_run(_statements_of(pattern), _statements_of(code))
-    if isinstance(pattern, cst.Ellipsis) and isinstance(code, cst.BaseExpression):
-        return True
-    if isinstance(pattern, (tuple, list)) and isinstance(code, (tuple, list)):
-        return _same_run(pattern, code)
-    if type(pattern) is not type(code):
+    if kind is not found:
         return False
-    if isinstance(pattern, cst.CSTNode):
+    if _is_kind(kind, cst.CSTNode):
         return all(
-            _same(getattr(pattern, name), getattr(code, name))
-            for name in _code_fields(code.__class__)
+            _same(getattr(pattern, name), getattr(code, name)) for name in _code_fields(kind)
         )
     return bool(pattern == code)
 
@@ -112,6 +120,14 @@ def _statements_of(suite: cst.BaseSuite) -> list[Any]:
     if isinstance(suite, cst.SimpleStatementSuite):
         return [cst.SimpleStatementLine([statement]) for statement in suite.body]
     return list(suite.body)
+
+
+def _path_to(place: Place) -> Path:
+    steps: list[Step] = []
+    while place is not None:
+        place, step = place
+        steps.append(step)
+    return tuple(reversed(steps))
 
 
 def _rebuilt(node: Any, path: Path, change: Callable[[Any], Any]) -> Any:
@@ -200,10 +216,10 @@ class Definition:
         wanted = _expression(pattern)
         paths = [
             path
-            for path, node in self._walk()
-            if isinstance(node, cst.BaseExpression)
-            and path[-1][0] not in _NAMING_FIELDS
+            for place, node in self._walk()
+            if _is_kind(node.__class__, cst.BaseExpression)
             and _same(wanted, node)
+            and (path := _path_to(place))[-1][0] not in _NAMING_FIELDS
         ]
         self._replace_at(paths, source, count, pattern)
 
@@ -211,9 +227,9 @@ class Definition:
         """Put an expression in the place of the value of keyword argument ``name`` in a call."""
         wanted = _expression(pattern)
         paths = [
-            (*path, ("value", None))
-            for path, node in self._walk()
-            if isinstance(node, cst.Arg)
+            (*_path_to(place), ("value", None))
+            for place, node in self._walk()
+            if type(node) is cst.Arg
             and node.keyword is not None
             and node.keyword.value == name
             and _same(wanted, node.value)
@@ -248,13 +264,13 @@ class Definition:
             raise UsageError(f"{self._where}: {self._closed}")
         self._root = _rebuilt(self._root, path, change)
 
-    def _walk(self) -> Iterator[tuple[Path, cst.CSTNode]]:
+    def _walk(self) -> Iterator[tuple[Place, cst.CSTNode]]:
         """All nodes that hold code, outermost first, in source order."""
-        stack: list[tuple[Path, cst.CSTNode]] = [((), self._root)]
+        stack: list[tuple[Place, cst.CSTNode]] = [(None, self._root)]
         while stack:
-            path, node = stack.pop()
-            yield path, node
-            inner = [((*path, step), child) for step, child in _children(node)]
+            place, node = stack.pop()
+            yield place, node
+            inner = [((place, step), child) for step, child in _children(node)]
             stack.extend(reversed(inner))
 
     def _blocks(self) -> Iterator[Path]:
@@ -262,12 +278,12 @@ class Definition:
         stack: list[tuple[Path, cst.CSTNode]] = [((), self._root)]
         while stack:
             path, node = stack.pop()
-            if isinstance(node, cst.IndentedBlock):
+            if type(node) is cst.IndentedBlock:
                 yield (*path, ("body", None))
             inner = [
                 ((*path, step), child)
                 for step, child in _children(node)
-                if not isinstance(child, (cst.BaseExpression, cst.SimpleStatementLine))
+                if not _is_kind(child.__class__, cst.BaseExpression, cst.SimpleStatementLine)
             ]
             stack.extend(reversed(inner))
 
@@ -402,7 +418,7 @@ def _same_code(one: Any, other: Any) -> bool:
     if not isinstance(one, cst.CSTNode):
         return bool(one == other)
     return type(one) is type(other) and all(
-        _same_code(getattr(one, name), getattr(other, name)) for name in _code_fields(type(one))
+        _same_code(getattr(one, name), getattr(other, name)) for name in _code_fields(one.__class__)
     )
 
 

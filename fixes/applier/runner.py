@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -509,7 +508,7 @@ def _changes(
         as_it_was = source in files and source not in changed
         if entry.applied is None and path not in files and as_it_was:
             files[path] = entry
-    manifest = Manifest(uuid.uuid4().hex, "", "", "", (), (), {}, {}, files)
+    manifest = Manifest(os.urandom(16).hex(), "", "", "", (), (), {}, {}, files)
     return _Outcome(manifest, before, changes, kept, texts, notes)
 
 
