@@ -22,6 +22,7 @@ import yaml
 from fixes.applier.pack import Pack
 from tests.applier.command import install_command
 from tests.applier.world import World
+from tests.support import absence
 from tests.support.trees import Trees
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +172,11 @@ def test_every_profile_has_its_job(job: str) -> None:
     assert profiles == Pack(ROOT).profile_names
 
 
+def test_ci_lets_no_test_of_the_oldest_release_be_skipped() -> None:
+    named = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["env"]
+    assert named[absence.VARIABLE] == Pack(ROOT).profile_names[0]
+
+
 def step_of(job: str, name: str) -> dict[str, Any]:
     """A step of images.yml by the beginning of its name."""
     steps = jobs_of(ROOT / ".github" / "workflows" / "images.yml")[job]["steps"]
@@ -278,7 +284,7 @@ def release(trees: Trees, request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     missing = trees.stock(name).missing
     if missing:
-        pytest.skip(f"{' and '.join(missing)} of {name} cannot be had: {missing}")
+        absence.skip(f"{' and '.join(missing)} of {name} cannot be had: {missing}", name)
     return name
 
 
