@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fixes.applier import provision
-from fixes.applier.errors import PackError, UsageError
+from fixes.applier.errors import CannotWrite, PackError, UsageError
 from fixes.applier.pack import Pack
 from fixes.authoring import docs, sources
 from fixes.authoring.locks import Tree, origins_of, record
@@ -21,10 +21,24 @@ from fixes.authoring.porting import LARGEST_ISSUE, Compared, Ported, as_issue, c
 from fixes.authoring.scaffold import new_fix
 
 PREFIX = "gaudi-fix-pack:"
+EXIT_CODES = """\
+exit codes:
+  0  done; `port`: nothing differs; `check`: all is current
+  1  `check`: something is not current; a source cannot be had; an internal error
+  2  the request makes no sense: the message says what would
+  3  packages are not what they must be; `port`: something differs
+  4  cannot write
+  6  libcst is missing and could not be had
+"""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dev.py", description="Commands for authors of fixes.")
+    parser = argparse.ArgumentParser(
+        prog="dev.py",
+        description="Commands for authors of fixes.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     brings = commands.add_parser("sources", help="lay out a release's packages, installed")
@@ -98,11 +112,20 @@ def _run(pack: Pack, args: argparse.Namespace) -> int:
         return _port(pack, args)
     if args.command == "docs":
         for path, text in docs.pages(pack).items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            _write(path, text)
             print(f"wrote {path.relative_to(pack.root)}")
         return 0
     return _locks(pack, args)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot write {path}: {error.strerror}; use a checkout of your own"
+        ) from error
 
 
 def _pristine(folder: Path) -> Tree:

@@ -7,6 +7,7 @@ and `docker` are stand-ins.
 from __future__ import annotations
 
 import configparser
+import fnmatch
 import os
 import re
 import shlex
@@ -83,16 +84,35 @@ def profiles_named_in(text: str) -> set[str]:
     return set(re.findall(r"\bv0\.\d+\.\d+\b", text))
 
 
-def test_the_dockerfile_repairs_the_image(world: World) -> None:
-    text = (EXAMPLES / "Dockerfile").read_text()
+def test_the_dockerfile_repairs_the_image(world: World, tmp_path: Path) -> None:
+    text = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", "")
     steps = [line.split(maxsplit=1) for line in text.splitlines() if line and line[0] not in "# "]
     assert {word for word, _ in steps} <= {"ARG", "FROM", "USER", "COPY", "RUN"}
     assert [rest for word, rest in steps if word == "COPY"] == [". /opt/gaudi-fix-pack"]
-    (command,) = [rest for word, rest in steps if word == "RUN"]
-    done = sandboxed(world, command)
+    guard, command = [rest for word, rest in steps if word == "RUN"]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    done = sandboxed(world, command.replace("/tmp/gaudi-fix-pack-cache", str(cache)))
     assert done.returncode == 0, done.stderr
+    assert not cache.exists()
+    # An image that was not root's must not become so in silence.
+    assert [rest for word, rest in steps if word == "USER"] == ["root", "${IMAGE_USER}"]
+    assert [rest for word, rest in steps if rest.startswith("IMAGE_USER")] == ["IMAGE_USER"]
+    assert sandboxed(world, guard, IMAGE_USER="1000").returncode == 0
+    refused = sandboxed(world, guard, IMAGE_USER="")
+    assert refused.returncode == 1
+    assert "--build-arg IMAGE_USER" in refused.stderr
     assert "fix: alpha" in (world.site / "vllm" / "engine.py").read_text()
     assert (world.site / "vllm_gaudi" / "_fix_delta.py").exists()
+
+
+def test_what_stays_out_of_a_layer_is_not_what_the_applier_needs() -> None:
+    """Whole folders and files by name: no exceptions, nothing with a path."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line.removeprefix("**/") for line in lines if not line.startswith("#")]
+    assert {".git*", "tests", "__pycache__"} <= set(patterns)
+    for needed in ("apply_all.py", "fixes", "profiles", "LICENSE", "applier", "requirements.txt"):
+        assert not any(fnmatch.fnmatch(needed, pattern) for pattern in patterns), needed
 
 
 def test_the_pod_s_server_imports_the_overlay_that_its_init_container_built(world: World) -> None:
@@ -228,13 +248,14 @@ def test_the_image_job_checks_what_the_image_runs(world: World, user: str, words
     tools = world.pack.parent / "tools"
     stand_in(tools, "docker", 'while [ "$1" != --entrypoint ]; do shift; done\n"$2" "${@:4}"')
     stand_in(tools, "id", f"echo {user}")
+    stand_in(tools, "python3", f'echo "$@" >> {tools}/words; exec {sys.executable} "$@"')
     variables = {"IMAGE": "image", "PROFILE": "v1.0.0", "WORDS": words}
     before = world.snapshot(times=True, state=True)
     done = sandboxed(world, step_of("image", "Dry run")["run"], tools=tools, **variables)
     assert done.returncode == 0, done.stderr
     assert ("delta: would apply" in done.stdout) == bool(words)
     assert ("alpha: would apply" in done.stdout) == ("--package" not in words)
-    assert ("/overlay/" in done.stdout) == (user != "0")
+    assert ("--overlay" in (tools / "words").read_text()) == (user != "0")
     assert world.snapshot(times=True, state=True) == before
 
 
