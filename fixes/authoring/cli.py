@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,18 +13,32 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fixes.applier import provision
-from fixes.applier.errors import PackError, UsageError
+from fixes.applier.errors import CannotWrite, PackError, UsageError
 from fixes.applier.pack import Pack
 from fixes.authoring import docs, sources
 from fixes.authoring.locks import Tree, origins_of, record
-from fixes.authoring.porting import as_issue, port
+from fixes.authoring.porting import LARGEST_ISSUE, Compared, Ported, as_issue, compared, port
 from fixes.authoring.scaffold import new_fix
 
 PREFIX = "gaudi-fix-pack:"
+EXIT_CODES = """\
+exit codes:
+  0  done; `port`: nothing differs; `check`: all is current
+  1  `check`: something is not current; a source cannot be had; an internal error
+  2  the request makes no sense: the message says what would
+  3  packages are not what they must be; `port`: something differs
+  4  cannot write
+  6  libcst is missing and could not be had
+"""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dev.py", description="Commands for authors of fixes.")
+    parser = argparse.ArgumentParser(
+        prog="dev.py",
+        description="Commands for authors of fixes.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     brings = commands.add_parser("sources", help="lay out a release's packages, installed")
@@ -53,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     forms = ports.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print one JSON document")
     forms.add_argument("--markdown", action="store_true", help="print the text of an issue")
+    ports.add_argument(
+        "--max-bytes",
+        type=int,
+        default=LARGEST_ISSUE,
+        metavar="N",
+        help="with --markdown: leave out diffs that make the text longer (%(default)s)",
+    )
 
     starts = commands.add_parser("new", help="start a fix: module, test and profile lines")
     starts.add_argument("fix", metavar="FIX")
@@ -90,11 +112,20 @@ def _run(pack: Pack, args: argparse.Namespace) -> int:
         return _port(pack, args)
     if args.command == "docs":
         for path, text in docs.pages(pack).items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            _write(path, text)
             print(f"wrote {path.relative_to(pack.root)}")
         return 0
     return _locks(pack, args)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot write {path}: {error.strerror}; use a checkout of your own"
+        ) from error
 
 
 def _pristine(folder: Path) -> Tree:
@@ -169,26 +200,44 @@ def _profile_with(pack: Pack, fixes: Sequence[str], named: str | None) -> tuple[
 def _port(pack: Pack, args: argparse.Namespace) -> int:
     """Exit code 0 when every definition is unchanged, 3 otherwise."""
     name, written = _profile_with(pack, args.fixes, args.profile)
-    fixes = pack.fixes(args.fixes or written)
+    fixes, lock = pack.fixes(args.fixes or written), pack.lock(name)
     new = _pristine(args.to)
     with _packages_of(pack, name, args.tree) as old:
-        found = port(fixes, pack.lock(name), old, new)
+        found = port(fixes, lock, old, new)
+        packages = compared(fixes, lock, old, new)
     if args.json:
-        print(json.dumps({"schema_version": 1, "sites": [asdict(one) for one in found]}, indent=1))
-    if args.markdown:
-        print(as_issue(found, name, _named(new)), end="")
-    for one in [] if args.json or args.markdown else found:
-        print(f"{one.fix}: {one.state}: {one.label}" + (f" ({one.detail})" if one.detail else ""))
-        if one.diff:
-            print(one.diff)
+        document = {
+            "schema_version": 1,
+            "profile": name,
+            "packages": [asdict(package) for package in packages],
+            "sites": [asdict(one) for one in found],
+        }
+        print(json.dumps(document, indent=1))
+    elif args.markdown:
+        print(as_issue(found, packages, name, _port_command(args, name), args.max_bytes), end="")
+    else:
+        _print_ported(found, packages)
     return 0 if all(one.state == "unchanged" for one in found) else 3
 
 
-def _named(tree: Tree) -> str:
-    """What `sources` says of a folder's packages, or its name."""
-    packages = sources.read_summary(tree.folder).get("packages", {})
-    words = [f"{name} {p.get('commit') or p.get('version')}" for name, p in packages.items()]
-    return " and ".join(words) or tree.folder.name
+def _port_command(args: argparse.Namespace, profile: str) -> str:
+    """What somebody else can run, the profile named."""
+    words = ["python3", "fixes/dev.py", "port", *args.fixes, "--profile", profile]
+    words += ["--from", str(args.tree)] if args.tree else []
+    return shlex.join([*words, "--to", str(args.to), "--markdown"])
+
+
+def _print_ported(found: Sequence[Ported], packages: Sequence[Compared]) -> None:
+    for one in found:
+        print(f"{one.users}: {one.state}: {one.label}" + (f" ({one.detail})" if one.detail else ""))
+        if one.diff:
+            print(one.diff)
+    for package in packages:
+        if package.absent:
+            print(
+                f"the recorded source of {package.name} is not at hand, so no diff can be shown"
+                f" and the lock was not checked against it: {package.absent}"
+            )
 
 
 def _new(pack: Pack, args: argparse.Namespace) -> int:

@@ -10,6 +10,9 @@ which says where each package came from. A local copy may replace either package
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import glob
 import json
 import os
 import platform
@@ -17,6 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +49,7 @@ from fixes.authoring.installing import (
 SUMMARY = "sources.json"
 # vLLM's build adds the device it was made for to the version, and the images build it for none.
 _LOCAL_VERSION = {"vllm": "+empty"}
+_ABANDONED_AFTER = 3600  # seconds
 
 
 @dataclass
@@ -118,16 +123,37 @@ def lay_out(
         if into.exists() and (not into.is_dir() or any(into.iterdir())):
             raise UsageError(f"{into} exists and is not an empty folder")
         into.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=into.parent, prefix=f".{into.name}-") as folder:
+        prefix = f".{into.name}-gaudi-fix-pack-"
+        _remove_abandoned(into.parent, prefix)
+        with tempfile.TemporaryDirectory(dir=into.parent, prefix=prefix) as folder:
             made = Path(folder, "site-packages")
             made.mkdir()
             result = _fill(made, into, release, pins, local or {}, cache, bytecode)
-            if into.exists():
-                into.rmdir()
-            made.rename(into)
+            _put(made, into)
     except OSError as error:
         raise CannotWrite(f"cannot lay out {into}: {error}") from error
     return result
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """What runs that were killed have left. One that is at work touches its folder more often."""
+    for folder in parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put(made: Path, into: Path) -> None:
+    try:
+        if into.exists():
+            into.rmdir()
+        made.rename(into)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UsageError(
+                f"{into} is there now, another run has made it meanwhile: use that, or name another"
+            ) from None
+        raise
 
 
 def _fill(
@@ -182,11 +208,13 @@ def _bring_local(pin: PackagePin, own: Path, root: Path) -> tuple[Path, Origin]:
         _unpack(own, root)
         commit = pin.commit if digest == pin.sdist_sha256 else None
         return root, Origin("local", path=str(own), sha256=digest, commit=commit)
+    if not own.exists():
+        raise UsageError(f"{own}: there is no such file or folder to take {pin.name} from")
     # The folder around the package, or the package folder itself.
     tree = own.parent if own.name == pin.name and (own / "__init__.py").is_file() else own
     if (tree / pin.name / "__init__.py").is_file():
         return tree, Origin("local", path=str(own), commit=_checked_out(tree))
-    raise SourcesError(
+    raise UsageError(
         f"{own} holds no {pin.name}: give a source tree, a folder that contains"
         f" {pin.name}/, or a source distribution"
     )

@@ -306,7 +306,7 @@ def test_unchanged_definitions_are_unchanged(world: World, release: Path) -> Non
 
 def test_porting_names_fix_and_definition(world: World, release: Path) -> None:
     one = ported(world, release)["collate"]
-    assert (one.fix, one.label) == ("gamma", "vllm_gaudi/runner.py::collate")
+    assert (one.fixes, one.label) == (("gamma",), "vllm_gaudi/runner.py::collate")
 
 
 def test_a_definition_under_another_class_has_moved(world: World, release: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_changed_definition_comes_with_its_diff(world: World, release: Path) -
     lines = one.diff.splitlines()
     assert lines[:2] == [
         "--- 111111111111 vllm/engine.py::Engine.step",
-        "+++ new vllm/engine.py::Engine.step",
+        "+++ 1.0.0 vllm/engine.py::Engine.step",
     ]
     assert "-        limit = LIMIT" in lines
     assert "+        limit = LIMIT + 1" in lines
@@ -367,13 +367,186 @@ def test_a_definition_that_was_renamed_and_changed_is_gone(world: World, release
     edit(release / "vllm/engine.py", "def step(self, request)", "def steps(self, requests)")
     one = ported(world, release)["Engine.step"]
     assert one.state == "gone"
-    assert one.detail.startswith("the file has Engine.steps")
+    assert one.detail.startswith("there is no such definition in the file; the file has Engine.st")
 
 
 def test_a_file_that_is_gone_is_told(world: World, release: Path) -> None:
     (release / "vllm_gaudi/runner.py").unlink()
     one = ported(world, release)["collate"]
-    assert (one.state, one.detail) == ("gone", "vllm_gaudi/runner.py is not there any more")
+    assert (one.state, one.detail) == ("gone", "there is no such file")
+
+
+def test_a_file_with_other_line_ends_differs_as_it_does_for_the_applier(
+    world: World, release: Path
+) -> None:
+    """Its definitions have the same fingerprints."""
+    path = release / "vllm_gaudi/runner.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    one = ported(world, release)["collate"]
+    assert one.state == "converted"
+    assert one.detail.startswith("its line ends are crlf, recorded were lf")
+    assert world.run("--site-packages", str(release), site=False).code == 3
+
+
+def test_a_change_of_a_converted_file_is_shown_without_the_line_ends(
+    world: World, release: Path
+) -> None:
+    edit(release / "vllm/engine.py", "limit = LIMIT", "limit = LIMIT + 1")
+    path = release / "vllm/engine.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    one = ported(world, release)["Engine.step"]
+    assert one.detail.startswith("its line ends are crlf now; the codemod still fits")
+    assert sum(line[0] in "+-" for line in one.diff.splitlines()) == 4  # two of them the head
+
+
+def test_a_module_that_a_fix_adds_and_upstream_has_is_told(world: World, release: Path) -> None:
+    (release / "vllm_gaudi" / "_fix_delta.py").write_text("")
+    pack = Pack(world.pack)
+    found = port(pack.fixes(["gamma", "delta"]), pack.lock("v1.0.0"), None, Tree(release))
+    (one,) = (one for one in found if one.state != "unchanged")
+    assert (one.label, one.state, one.fixes) == ("vllm_gaudi/_fix_delta.py", "taken", ("delta",))
+
+
+def test_a_definition_that_two_fixes_rewrite_is_told_once(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "# stock comment", "# another comment")
+    pack = Pack(world.pack)
+    fixes = pack.fixes(["alpha", "beta"])
+    found = port(fixes, pack.lock("v1.0.0"), Tree(world.site), Tree(release))
+    assert len({one.label for one in found}) == len(found)
+    (one,) = (one for one in found if one.state == "changed")
+    assert one.users == "alpha, beta"
+    assert one.detail == "the codemod still fits: read the diff, run the test, record"
+    edit(release / "vllm/engine.py", "limit = LIMIT", "limit = other()")
+    found = port(fixes, pack.lock("v1.0.0"), Tree(world.site), Tree(release))
+    (one,) = (one for one in found if one.state == "changed")
+    assert one.detail.startswith("alpha: the codemod still fits: read the diff, run the test,")
+    assert "; beta: the codemod does not fit (" in one.detail
+
+
+def test_a_definition_there_twice_is_told_with_its_lines(world: World, release: Path) -> None:
+    path = release / "vllm/engine.py"
+    path.write_text(path.read_text() + "\n\ndef double(value):\n    return value * 2\n")
+    one = ported(world, release)["double"]
+    assert (one.state, one.detail) == ("duplicate", "the file defines it 2 times (lines 7, 35)")
+
+
+def test_a_file_that_python_cannot_parse_is_not_gone(world: World, release: Path) -> None:
+    edit(release / "vllm/engine.py", "import os", "import")
+    one = ported(world, release)["double"]
+    assert one.state == "unreadable"
+    assert "vllm/engine.py: Python cannot parse it" in one.detail
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_another_shape_that_fits_is_named(world: World, release: Path, gone: bool) -> None:
+    world.write_fix("alpha", SHAPES.replace('step", shape="factored', 'core", shape="factored'))
+    (world.pack / "profiles" / "v1.0.0.lock").write_text(recorded(world).dump())
+    edit(release / "vllm/engine.py", "double(request)  # twice", "self.run(request)")
+    path = release / "vllm/engine.py"
+    core = path.read_text().replace("def step(", "def core(")
+    path.write_text(core if gone else core + "\n    def step(self):\n        return self.core()\n")
+    one = ported(world, release)["Engine.step"]
+    assert one.state == ("gone" if gone else "changed")
+    assert one.detail.endswith("another shape of alpha fits, factored: run the test, record")
+
+
+def port_command(world: World, *words: str) -> int:
+    """The exit code of `port` for v1.0.0."""
+    return cli.main(str(world.pack), ["port", "--profile", "v1.0.0", *words])
+
+
+@pytest.mark.parametrize("lacking", ["vllm", "vllm_gaudi", "all"])
+@pytest.mark.parametrize("option", ["--from", "--to"])
+def test_a_package_that_is_missing_is_an_error_that_names_it(
+    world: World,
+    release: Path,
+    lacking: str,
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in ("vllm", "vllm_gaudi") if lacking == "all" else (lacking,):
+        shutil.rmtree(release / package)
+    folders = {"--from": world.site, "--to": world.site, option: release}
+    words = [word for name, folder in folders.items() for word in (name, str(folder))]
+    assert port_command(world, *words) == 2
+    told = capsys.readouterr()
+    named = "vllm" if lacking == "all" else lacking
+    assert f"{release} holds no {named}" in told.err
+    assert not told.out
+
+
+def test_another_release_is_not_what_the_lock_was_recorded_from(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = world.site.with_name("other")
+    assert port_command(world, "--from", str(other), "--to", str(world.site)) == 2
+    said = capsys.readouterr().err
+    assert f"{other} is not what v1.0.0.lock was recorded from: 1 of 4 definitions" in said
+    assert "vllm/engine.py::Engine.step for one" in said
+
+
+# The text of an issue -----------------------------------------------------------------------------
+
+
+def issue(
+    world: World, release: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> list[str]:
+    """The lines that `port --markdown` prints of a release that differs."""
+    folders = ["--from", str(world.site), "--to", str(release)]
+    assert port_command(world, *folders, "--markdown", *words) == 3
+    return capsys.readouterr().out.splitlines()
+
+
+def test_an_issue_counts_definitions_and_names_both_sides(
+    world: World, release: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(release / "vllm/engine.py", "# stock comment", "# another comment")
+    (release / "sources.json").write_text(json.dumps({"packages": {"vllm": {"commit": "3" * 40}}}))
+    title, *body = issue(world, release, capsys)
+    assert title == "# v1.0.0: 1 of 4 definitions differ in vllm 333333333333 and vllm_gaudi 1.0.0"
+    assert "| profile v1.0.0 | recorded from | compared with |" in body
+    assert f"| vllm | {'1' * 40} | {'3' * 40} |" in body
+    command = f"port --profile v1.0.0 --from {world.site} --to {release} --markdown"
+    assert f"Found with `python3 fixes/dev.py {command}`." in body
+    (row,) = (line for line in body if line.startswith("| `"))
+    assert row.startswith("| `vllm/engine.py::Engine.step` | changed | alpha, beta | the codemod")
+    assert body.count("```diff") == 1
+    assert "+++ 333333333333 vllm/engine.py::Engine.step" in body
+
+
+def test_an_issue_leaves_out_the_diffs_that_are_too_many(
+    world: World, release: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(release / "vllm/engine.py", "limit = LIMIT", f"limit = {'LIMIT + ' * 300}1")
+    edit(release / "vllm_gaudi/runner.py", "assert rows", "assert rows is not None")
+    body = issue(world, release, capsys, "--max-bytes", "3000")
+    assert len("\n".join(body).encode()) < 3000
+    assert sum(line.startswith("+++ ") for line in body) == 1
+    assert body.count("```diff") == body.count("```") == 1
+    assert body[-1].startswith("1 of 2 diffs are left out")
+
+
+def test_a_diff_with_a_fence_in_it_is_fenced_with_more(
+    world: World, release: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(release / "vllm/engine.py", '"""One step.', '"""One step.\n\n```\nstep()\n```\n')
+    body = issue(world, release, capsys)
+    assert "````diff" in body
+    assert body[-1] == "````"
+
+
+def test_an_issue_without_the_recorded_source_says_that_there_are_no_diffs(
+    world: World, release: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(release / "vllm_gaudi/runner.py", "assert rows", "assert rows is not None")
+    shutil.rmtree(world.site / "vllm_gaudi")
+    missing = {"missing": {"vllm_gaudi": "commit 111 cannot be had"}}
+    (world.site / "sources.json").write_text(json.dumps(missing))
+    body = "\n".join(issue(world, release, capsys))
+    assert "The recorded source of vllm_gaudi is not at hand, so no diff can be shown" in body
+    assert "commit 111 cannot be had" in body
+    assert "read the diff" not in body
+    assert "```" not in body
 
 
 # A new fix ----------------------------------------------------------------------------------------
@@ -518,10 +691,11 @@ def test_packages_with_fixes_applied_are_no_release(
 def test_port_takes_the_newest_profile_that_has_the_fix(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = str(world.site.with_name("other"))
-    words = ["port", "alpha", "--from", other, "--to", str(world.site)]
+    site, other = str(world.site), str(world.site.with_name("other"))
+    words = ["port", "alpha", "--from", other, "--to", site]
     assert cli.main(str(world.pack), words) == 3
     assert "alpha: changed: vllm/engine.py::Engine.step" in capsys.readouterr().out
-    assert cli.main(str(world.pack), [*words, "--profile", "v1.0.0"]) == 0
+    words = ["port", "alpha", "--profile", "v1.0.0", "--from", site, "--to", site]
+    assert cli.main(str(world.pack), words) == 0
     assert cli.main(str(world.pack), ["port", "nope", "--to", other]) == 2
     assert "no profile has all of these as written fixes: nope" in capsys.readouterr().err

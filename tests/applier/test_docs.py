@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from fixes.applier import errors
 from fixes.applier.digest import VERSION
 from fixes.applier.pack import Pack
-from fixes.authoring import docs
+from fixes.authoring import cli, docs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK = Pack(ROOT)
@@ -47,6 +48,27 @@ def test_the_readme_documents_every_exit_code() -> None:
     documented = {int(code) for code in re.findall(r"^\| (\d) \|", text, re.M)}
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
     assert documented == {0, *(c.exit_code for c in classes if issubclass(c, errors.PackError))}
+
+
+def test_the_help_for_authors_documents_every_exit_code_it_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(str(ROOT), ["--help"])
+    documented = set(re.findall(r"^  (\d)  \S", capsys.readouterr().out, re.M))
+    assert documented == set("012346")  # 5 is the lock of an installation
+
+
+def test_pages_that_cannot_be_written_are_exit_code_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_only(*_args: object, **_more: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", read_only)
+    assert cli.main(str(ROOT), ["docs"]) == 4
+    said = capsys.readouterr().err
+    assert "docs/fixes.md: Read-only file system; use a checkout of your own" in said
 
 
 def test_the_version_is_said_once() -> None:

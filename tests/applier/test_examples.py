@@ -1,11 +1,13 @@
 """The examples and the workflows: parsed, and their commands run in a sandbox folder.
 
-What an engine, a cluster or a forge would have to do is not run: `vllm serve`, `git clone`, `gh`.
+What an engine, a cluster or a forge would have to do is not run: `vllm serve`, `git clone`; `gh`
+and `docker` are stand-ins.
 """
 
 from __future__ import annotations
 
 import configparser
+import fnmatch
 import os
 import re
 import shlex
@@ -21,6 +23,7 @@ import yaml
 from fixes.applier.pack import Pack
 from tests.applier.command import install_command
 from tests.applier.world import World
+from tests.support import absence
 from tests.support.trees import Trees
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +31,13 @@ EXAMPLES = ROOT / "examples"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def sandboxed(world: World, command: str) -> subprocess.CompletedProcess[str]:
-    """Run an example's command with its folders and its profile replaced by the small pack's."""
+def sandboxed(
+    world: World, command: str, *, tools: Path = Path(sys.executable).parent, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run an example's command with its folders and its profile replaced by the small pack's.
+
+    Programs in ``tools`` are found before all others.
+    """
     install_command(world)
     root = world.pack.parent
     for folder, here in {
@@ -45,8 +53,9 @@ def sandboxed(world: World, command: str) -> subprocess.CompletedProcess[str]:
         ["sh", "-c", command],
         env={
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(world.site),
+            **variables,
         },
         cwd=root,
         capture_output=True,
@@ -75,16 +84,35 @@ def profiles_named_in(text: str) -> set[str]:
     return set(re.findall(r"\bv0\.\d+\.\d+\b", text))
 
 
-def test_the_dockerfile_repairs_the_image(world: World) -> None:
-    text = (EXAMPLES / "Dockerfile").read_text()
+def test_the_dockerfile_repairs_the_image(world: World, tmp_path: Path) -> None:
+    text = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", "")
     steps = [line.split(maxsplit=1) for line in text.splitlines() if line and line[0] not in "# "]
     assert {word for word, _ in steps} <= {"ARG", "FROM", "USER", "COPY", "RUN"}
     assert [rest for word, rest in steps if word == "COPY"] == [". /opt/gaudi-fix-pack"]
-    (command,) = [rest for word, rest in steps if word == "RUN"]
-    done = sandboxed(world, command)
+    guard, command = [rest for word, rest in steps if word == "RUN"]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    done = sandboxed(world, command.replace("/tmp/gaudi-fix-pack-cache", str(cache)))
     assert done.returncode == 0, done.stderr
+    assert not cache.exists()
+    # An image that was not root's must not become so in silence.
+    assert [rest for word, rest in steps if word == "USER"] == ["root", "${IMAGE_USER}"]
+    assert [rest for word, rest in steps if rest.startswith("IMAGE_USER")] == ["IMAGE_USER"]
+    assert sandboxed(world, guard, IMAGE_USER="1000").returncode == 0
+    refused = sandboxed(world, guard, IMAGE_USER="")
+    assert refused.returncode == 1
+    assert "--build-arg IMAGE_USER" in refused.stderr
     assert "fix: alpha" in (world.site / "vllm" / "engine.py").read_text()
     assert (world.site / "vllm_gaudi" / "_fix_delta.py").exists()
+
+
+def test_what_stays_out_of_a_layer_is_not_what_the_applier_needs() -> None:
+    """Whole folders and files by name: no exceptions, nothing with a path."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line.removeprefix("**/") for line in lines if not line.startswith("#")]
+    assert {".git*", "tests", "__pycache__"} <= set(patterns)
+    for needed in ("apply_all.py", "fixes", "profiles", "LICENSE", "applier", "requirements.txt"):
+        assert not any(fnmatch.fnmatch(needed, pattern) for pattern in patterns), needed
 
 
 def test_the_pod_s_server_imports_the_overlay_that_its_init_container_built(world: World) -> None:
@@ -164,6 +192,78 @@ def test_every_profile_has_its_job(job: str) -> None:
     assert profiles == Pack(ROOT).profile_names
 
 
+def test_ci_lets_no_test_of_the_oldest_release_be_skipped() -> None:
+    named = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["env"]
+    assert named[absence.VARIABLE] == Pack(ROOT).profile_names[0]
+
+
+def step_of(job: str, name: str) -> dict[str, Any]:
+    """A step of images.yml by the beginning of its name."""
+    steps = jobs_of(ROOT / ".github" / "workflows" / "images.yml")[job]["steps"]
+    (found,) = (step for step in steps if step.get("name", "").startswith(name))
+    return dict(found)
+
+
+def stand_in(folder: Path, name: str, script: str) -> Path:
+    """A folder with a program that stands in for another."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("listing", "code", "opened"), [("exit 4", 4, False), ("echo 1", 0, False), ("echo 0", 0, True)]
+)
+def test_the_drift_job_opens_an_issue_that_is_not_there(
+    tmp_path: Path, listing: str, code: int, opened: bool
+) -> None:
+    """A forge that does not answer is a failure, and not an issue that is there."""
+    (tmp_path / "drift.md").write_text("# a title\n\n| what | differs |\n")
+    log = tmp_path / "log"
+    gh = f'echo "$@" >> {log}\nif [ "$2" = list ]; then {listing}; fi'
+    tools = stand_in(tmp_path / "tools", "gh", gh)
+    done = subprocess.run(
+        ["bash", "-e", "-c", step_of("drift", "Open an issue")["run"]],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == code
+    listed, *created = log.read_text().splitlines()
+    assert listed.startswith('issue list --state all --search in:title "a title"')
+    assert created == (["issue create --title a title --body-file body.md"] if opened else [])
+    assert not opened or (tmp_path / "body.md").read_text() == "| what | differs |\n"
+
+
+@pytest.mark.parametrize("event", ["schedule", "workflow_dispatch"])
+def test_the_drift_job_opens_issues_when_asked_and_each_week(event: str) -> None:
+    assert event in step_of("drift", "Open an issue")["if"]
+    assert event in yaml.safe_load((ROOT / ".github/workflows/images.yml").read_text())[True]
+
+
+@pytest.mark.parametrize("user", ["0", "1000"])
+@pytest.mark.parametrize("words", ["", "delta", "delta --package vllm_gaudi"])
+def test_the_image_job_checks_what_the_image_runs(world: World, user: str, words: str) -> None:
+    """With its opt-in fixes and options, and as its user: one who is not root has an overlay."""
+    tools = world.pack.parent / "tools"
+    stand_in(tools, "docker", 'while [ "$1" != --entrypoint ]; do shift; done\n"$2" "${@:4}"')
+    stand_in(tools, "id", f"echo {user}")
+    stand_in(tools, "python3", f'echo "$@" >> {tools}/words; exec {sys.executable} "$@"')
+    variables = {"IMAGE": "image", "PROFILE": "v1.0.0", "WORDS": words}
+    before = world.snapshot(times=True, state=True)
+    done = sandboxed(world, step_of("image", "Dry run")["run"], tools=tools, **variables)
+    assert done.returncode == 0, done.stderr
+    assert ("delta: would apply" in done.stdout) == bool(words)
+    assert ("alpha: would apply" in done.stdout) == ("--package" not in words)
+    assert ("--overlay" in (tools / "words").read_text()) == (user != "0")
+    assert world.snapshot(times=True, state=True) == before
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_once_at_a_time(path: Path) -> None:
+    assert "github.event_name" in yaml.safe_load(path.read_text())["concurrency"]["group"]
+
+
 def run_steps(job: str, release: str, folder: Path, *, without: tuple[str, ...]) -> dict[str, str]:
     """Run a job's steps in a checkout of the pack; what they wrote for the forge.
 
@@ -205,7 +305,7 @@ def release(trees: Trees, request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     missing = trees.stock(name).missing
     if missing:
-        pytest.skip(f"{' and '.join(missing)} of {name} cannot be had: {missing}")
+        absence.skip(f"{' and '.join(missing)} of {name} cannot be had: {missing}", name)
     return name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fixes.authoring import cli
+from tests.support import absence
 from tests.support.trees import Trees
 
 
@@ -16,8 +17,8 @@ def test_port_says_why_the_next_one_does_not_need_it(
     trees: Trees, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = trees.stock("v0.26.0"), trees.stock("v0.30.0")
-    if "vllm_gaudi" in {*old.missing, *new.missing}:
-        pytest.skip("vllm_gaudi of one of the releases is not at hand")
+    if lacking := [tree.release for tree in (old, new) if "vllm_gaudi" in tree.missing]:
+        absence.skip(f"vllm_gaudi of {' and '.join(lacking)} is not at hand", *lacking)
     command = ["port", "async-discard-counter", "--profile", "v0.26.0"]
     command += ["--from", str(old.path), "--to", str(new.path)]
     assert cli.main(str(trees.root), command) == 3

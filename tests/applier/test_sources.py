@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -461,6 +462,42 @@ def test_a_place_that_cannot_be_written_is_exit_code_4(world: World) -> None:
         sources.lay_out(RELEASE, [world.vllm], world.folder / "file" / "x", cache=world.cache)
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_who_comes_second_is_told_that_the_folder_is_there(
+    world: World, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    """Two runs lay out the same folder; another one is done while this one is at work."""
+    site = world.folder / "site"
+    if empty:
+        site.mkdir()
+
+    def another_run(made: Path, *rest: object) -> sources.Sources:
+        write_tree(site, {"vllm/__init__.py": "the other's"})
+        return fill(made, *rest)  # type: ignore[arg-type]
+
+    fill = sources._fill
+    monkeypatch.setattr(sources, "_fill", another_run)
+    with pytest.raises(UsageError, match="site is there now, another run has made it meanwhile"):
+        world.lay_out(world.vllm)
+    assert [path.name for path in site.iterdir()] == ["vllm"]
+    assert world.leftovers() == ["site"]
+
+
+def test_what_a_killed_run_has_left_is_removed_after_an_hour(world: World) -> None:
+    killed, at_work, other = (
+        world.folder / name
+        for name in (".site-gaudi-fix-pack-a", ".site-gaudi-fix-pack-b", ".site-of-mine")
+    )
+    for folder in (killed, at_work, other):
+        write_tree(folder, {"vllm/__init__.py": ""})
+    for folder in (killed, other):
+        os.utime(folder, (time.time() - 3700,) * 2)
+    world.lay_out(world.vllm)
+    assert not killed.exists()
+    assert at_work.exists()
+    assert other.exists()
+
+
 # -- local copies ----------------------------------------------------------------------------------
 
 
@@ -509,8 +546,14 @@ def test_a_bare_package_takes_its_project_from_the_repository(world: World) -> N
 
 
 def test_a_folder_without_the_package_is_refused(world: World) -> None:
-    with pytest.raises(SourcesError, match="holds no vllm"):
+    with pytest.raises(UsageError, match="holds no vllm"):
         world.lay_out(world.vllm, vllm=world.repository)
+
+
+def test_a_path_that_is_not_there_is_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="nowhere: there is no such file or folder to take vllm"):
+        world.lay_out(world.vllm, vllm=world.folder / "nowhere")
+    assert world.leftovers() == []
 
 
 def test_where_local_copies_are_looked_for(world: World, tmp_path: Path) -> None:

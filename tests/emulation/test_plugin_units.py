@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fixes.authoring import fetching
+from tests.support import absence
 from tests.support.environments import NoInterpreter, interpreter
 from tests.support.trees import Trees
 from tests.support.twosided import EMULATION
@@ -43,7 +44,7 @@ def sources(trees: Trees, tmp_path: Path) -> Path:
     try:
         fetching.fetch_commit(pin.repository, pin.commit, "", trees.cache, everything)
     except fetching.SourcesError as error:
-        pytest.skip(f"the plugin's repository is not at hand: {error}")
+        absence.skip(f"the plugin's repository is not at hand: {error}", RELEASE)
     (everything / "tests").rename(tmp_path / "tests")
     return tmp_path
 
@@ -54,7 +55,7 @@ def test_as_many_pass_as_are_known_to(
     try:
         python = interpreter(frozenset({"engine"}), trees.cache)
     except NoInterpreter as error:
-        pytest.skip(str(error))
+        absence.skip(str(error), RELEASE)
     report, count = run(python, trees, sources)
     with capsys.disabled():
         print(f"\n{report}")

@@ -17,6 +17,7 @@ import pytest
 
 from fixes.authoring.fetching import cache_folder
 from tests.emulation.gaudi import SITE
+from tests.support import absence
 from tests.support.environments import NoInterpreter, interpreter
 from tests.support.trees import Trees
 
@@ -57,7 +58,7 @@ def python() -> str:
     try:
         return interpreter(frozenset({"engine"}), cache_folder())
     except NoInterpreter as error:
-        pytest.skip(str(error))
+        absence.skip(str(error), RELEASE)
 
 
 def ask(port: int, path: str, body: object = None) -> tuple[int, str]:
@@ -80,7 +81,7 @@ def test_a_server_and_its_workers_run_from_an_overlay(
 ) -> None:
     stock = trees.stock(RELEASE)
     if stock.missing:
-        pytest.skip(f"{stock.missing} of {RELEASE} cannot be had")
+        absence.skip(f"{stock.missing} of {RELEASE} cannot be had", RELEASE)
     command = [sys.executable, str(ROOT / "fixes" / "apply_all.py"), "--profile", RELEASE]
     words = ["--site-packages", str(stock.path), "--overlay", str(tmp_path / "overlay"), "-q"]
     line = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout

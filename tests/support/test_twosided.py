@@ -539,6 +539,67 @@ def test_without_torch_tests_that_need_it_skip(small: SmallPack) -> None:
     assert "4 /nowhere/python cannot be started" in result.output
 
 
+def test_what_must_run_is_not_skipped(small: SmallPack) -> None:
+    small.write(
+        "tests/fixes/test_first_word.py",
+        """\
+        import pytest
+
+        @pytest.mark.needs("torch")
+        def test_heavy():
+            pass
+
+        def test_with_the_plugin():
+            import vllm_gaudi
+        """,
+    )
+    variables = {"GAUDI_FIX_PACK_ENGINE_PYTHON": "/nowhere/python"}
+    result = small.run(**variables, GAUDI_FIX_PACK_MUST_RUN="v2")
+    assert result.code == 1, result.output
+    assert result.outcomes == {
+        f"test_{test}[{release}-{state}]": outcome
+        for test, release, outcome in (
+            ("heavy", "v1", "skipped"),
+            ("heavy", "v2", "failed"),
+            ("with_the_plugin", "v1", "passed"),
+            ("with_the_plugin", "v2", "failed"),
+        )
+        for state in ("stock", "fixed")
+    }
+    told = "v2 must run here (GAUDI_FIX_PACK_MUST_RUN), and could not: vllm_gaudi of v2 is not at"
+    assert told in result.output
+
+
+def test_a_release_that_must_run_exists(small: SmallPack) -> None:
+    small.write("tests/fixes/test_first_word.py", "def test_x():\n    import vllm\n")
+    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml"]
+    environment = small.environment(GAUDI_FIX_PACK_MUST_RUN="v1 v3")
+    done = subprocess.run(command, cwd=small.root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert "GAUDI_FIX_PACK_MUST_RUN: no release v3; releases: v1, v2" in done.stderr
+
+
+def test_every_skip_is_counted(small: SmallPack) -> None:
+    text = """\
+        import pytest
+        from tests.support import absence
+
+        def test_ordinary(trees):
+            absence.skip("not at hand", "v1")
+
+        @pytest.mark.skip(reason="on a mark")
+        def test_marked():
+            pass
+        """
+    small.write("tests/test_other.py", text)
+    result = small.run()
+    assert result.code == 0, result.output
+    assert "skipped: 2" in result.output
+    assert "1 not at hand" in result.output
+    assert "1 on a mark" in result.output
+    assert small.run(GAUDI_FIX_PACK_MUST_RUN="v1").code == 1
+
+
 def test_which_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GAUDI_FIX_PACK_ENGINE_PYTHON", "GAUDI_FIX_PACK_NO_ENGINE"):
         monkeypatch.delenv(name, raising=False)

@@ -34,7 +34,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import child
+from tests.support import absence, child
 from tests.support.environments import NoInterpreter, interpreter
 from tests.support.trees import FIXED, STOCK, Tree, TreeError, Trees
 
@@ -100,6 +100,8 @@ class TwoSidedItem(pytest.Item):
     def runtest(self) -> None:
         """Wait for the child process and judge."""
         self.result = self.config.stash[plugin_key].result_of(self)
+        if self.result["outcome"] == "skipped":
+            absence.skip(self.result["reason"], self.group.release)
         judge(self.result, self.group.state, self.red)
 
     def repr_failure(
@@ -191,8 +193,6 @@ def judge(result: dict[str, Any], state: str, red: pytest.Mark | None) -> None:
     for package, place in result.get("packages", {}).items():
         if place:
             raise Verdict(f"{package} is not the one under test: it was imported from {place}")
-    if outcome == "skipped":
-        pytest.skip(result["reason"])
     must_fail = red is not None and state == STOCK
     if outcome == "passed" and must_fail:
         raise Verdict("passes on the stock packages: it does not show the defect")
@@ -226,6 +226,7 @@ class TwoSided:
     futures: dict[Group, Future[dict[str, dict[str, Any]]]] = field(default_factory=dict)
     done: list[dict[str, Any]] = field(default_factory=list)
     ordinary: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
     _running: set[int] = field(default_factory=set)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _pool: ThreadPoolExecutor | None = None
@@ -377,6 +378,8 @@ class TwoSided:
         """Keep what the summary and the table of proof are made of."""
         outcome = yield
         report: pytest.TestReport = outcome.get_result()
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
         if report.when != "call":
             return
         if not isinstance(item, TwoSidedItem):
@@ -411,7 +414,7 @@ class TwoSided:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """How much ran on what, and what did not run."""
-        if not self.done and not self.ordinary:
+        if not self.done and not self.ordinary and not self.skipped:
             return
         ran = [test for test in self.done if test["outcome"] != "skipped"]
         real = Counter(name for test in ran for name in test["packages"]) + self.ordinary
@@ -422,9 +425,8 @@ class TwoSided:
             f"ran on real vllm: {real['vllm']}, on real vllm-gaudi: {real['vllm_gaudi']}, "
             f"of these on the emulated engine: {engine}"
         )
-        reasons = Counter(test["reason"] for test in self.done if test["outcome"] == "skipped")
-        terminalreporter.line(f"skipped: {sum(reasons.values())}")
-        for reason, count in reasons.most_common():
+        terminalreporter.line(f"skipped: {sum(self.skipped.values())}")
+        for reason, count in self.skipped.most_common():
             terminalreporter.line(f"  {count:4} {reason}")
 
 
@@ -487,6 +489,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     if child.VARIABLE not in os.environ:
         trees = config.stash[trees_key] = Trees(config.rootpath)
+        absence.check(trees.releases)
         plugin = config.stash[plugin_key] = TwoSided(config, trees)
         config.pluginmanager.register(plugin)
 
