@@ -266,10 +266,10 @@ def _apply(
                 f"--package {name}: profile {profile.name} is about"
                 f" {' and '.join(profile.packages)}{nearest(name, profile.packages)}"
             )
-    provision.require("packaging")
     selection = select(
         profile, request["fixes"], request["without"], pack.unwritten, _profiles_of(pack)
     )
+    provision.require("packaging")
     if overlays is not None:
         return runner.build_overlay(
             pack,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -74,11 +75,14 @@ class LoadedFix:
         """Read a fix from its module; :class:`UsageError` when it is not a whole one."""
         fix = getattr(module, "FIX", None)
         sites = tuple(value for value in vars(module).values() if isinstance(value, Site))
-        if not isinstance(fix, Fix) or not sites or not module.__doc__:
+        stripped = sys.flags.optimize > 1  # python -OO: no module has a docstring
+        if not isinstance(fix, Fix) or not sites or not (module.__doc__ or stripped):
             raise UsageError(
                 f"{module.__file__}: a fix needs a docstring, FIX = Fix(...) and at least one @site"
             )
-        loaded = cls(fix_id, fix, sites, module.__doc__, os.path.dirname(module.__file__ or ""))
+        loaded = cls(
+            fix_id, fix, sites, module.__doc__ or "", os.path.dirname(module.__file__ or "")
+        )
         for fault in loaded._faults():
             raise UsageError(f"{module.__file__}: {fault}")
         return loaded

@@ -85,7 +85,7 @@ def build(
 
     from fixes.applier.files import sync_folder
 
-    os.makedirs(root, exist_ok=True)
+    _make_root(root)
     _remove_abandoned(root)
     name = os.urandom(6).hex()
     path, temporary = os.path.join(root, name), os.path.join(root, f".{name}")
@@ -235,6 +235,17 @@ def _write(path: str, data: bytes, mode: int) -> None:
         file.flush()
         os.fchmod(descriptor, mode)
         os.fsync(descriptor)
+
+
+def _make_root(root: str) -> None:
+    """Make the folder of the overlays. Another user's server reads it, whatever the umask."""
+    if not os.path.isdir(root):
+        _make_root(os.path.dirname(root))
+        try:
+            os.mkdir(root)
+        except FileExistsError:
+            return  # another pod was quicker
+        os.chmod(root, 0o755)
 
 
 def _remove_abandoned(root: str) -> None:

@@ -6,6 +6,7 @@ wheels of requirements.txt are installed, hashes checked, into a folder of the p
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -71,8 +72,9 @@ def _provisioned() -> Path:
     tag = f"{sys.implementation.cache_tag}-{os.uname().machine}-{digest}"
     for cache in _cache_folders():
         folder = cache / tag
-        if folder.is_dir() and all(map(_is_ours, (cache.parent, cache, folder))):
-            return folder
+        with contextlib.suppress(PermissionError):  # somebody else's: the next one may serve
+            if folder.is_dir() and all(map(_is_ours, (cache.parent, cache, folder))):
+                return folder
     for cache in _cache_folders():
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,15 +84,18 @@ def _provisioned() -> Path:
         except OSError:
             continue
         return _install(work, cache / tag)
-    raise MissingLibrary(_help("no folder to put it in could be written"))
+    raise MissingLibrary(
+        _help("no folder to put it in could be written; GAUDI_FIX_PACK_CACHE names another")
+    )
 
 
 def _cache_folders() -> list[Path]:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     named = os.environ.get("GAUDI_FIX_PACK_CACHE")
-    private = Path(tempfile.gettempdir()) / f"gaudi-fix-pack-{os.geteuid()}"
     folders = [Path(named)] if named else [Path(home) / "gaudi-fix-pack"]
-    return [folder / "libraries" for folder in [*folders, private]]
+    with contextlib.suppress(FileNotFoundError):  # there is no temporary directory
+        folders.append(Path(tempfile.gettempdir()) / f"gaudi-fix-pack-{os.geteuid()}")
+    return [folder / "libraries" for folder in folders]
 
 
 def _is_ours(folder: Path) -> bool:

@@ -7,7 +7,9 @@ import errno
 import importlib.util
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -155,6 +157,8 @@ def build_overlay(
         },
     }
     own = {path: file for path, file in contents.items() if file is not None}
+    if site_packages is None:
+        _check_path_comes_first(list(packages))
     try:
         found = overlay.find(folder, request, manifest.digest, folders)
         path = found[0] if found else ""
@@ -189,6 +193,7 @@ def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeou
     moment = store.moment()
     _, seen = moment
     if seen == (None, False):
+        _refuse_marks(pack, store)
         return Result("", list(packages.values()), None, dry_run=dry_run)
     if dry_run and not seen[1]:
         try:
@@ -239,6 +244,8 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
                 + ", ".join(changed)
                 + "; put them back, or reinstall the package and run the pack again"
             )
+    if manifest is None:
+        _refuse_marks(pack, store)
     profile = manifest.profile if manifest else ""
     kept = manifest.fixes if manifest else ()
     return Result(profile, list(packages.values()), manifest, kept=kept, recovered=recovered)
@@ -306,6 +313,15 @@ class _Outcome:
                 found[path] = (self.texts[path][1], entry.applied.mode)
         return found
 
+    def _lost(self) -> set[str]:
+        """Fixes that were in place until a package was installed anew over them."""
+        found: set[str] = set()
+        for change in self.changes:
+            was = self.before.files.get(change.path) if self.before else None
+            if was and was.applied and not _same(was.applied, change.old):
+                found.update(was.fixes)
+        return found
+
     def commit(self, store: Store) -> None:
         states = [change.old for change in self.changes]
         if self.manifest is not None:
@@ -328,12 +344,13 @@ class _Outcome:
     ) -> Result:
         old = self.before.fixes if self.before else ()
         new = self.manifest.fixes if self.manifest else ()
+        lost = self._lost()
         return Result(
             profile,
             list(packages.values()),
             self.manifest,
-            [fix for fix in new if fix not in old],
-            [fix for fix in new if fix in old],
+            [fix for fix in new if fix not in old or fix in lost],
+            [fix for fix in new if fix in old and fix not in lost],
             [fix for fix in old if fix not in new],
             self.changes,
             self.texts,
@@ -390,11 +407,25 @@ class _Pristine:
                     " the package and run the pack again"
                 )
         elif on_disk is not None and self._marker.search(on_disk[1]):
-            raise ImageMismatch(
-                f"{self.store.locate(path)}: carries the marks of this pack, but"
-                f" {self.store.folder} does not know of it; reinstall the package"
-            )
+            raise ImageMismatch(_unknown_mark(self.store, path))
         return on_disk
+
+
+def _refuse_marks(pack: Pack, store: Store) -> None:
+    """Files that the pack has rewritten and nobody knows how they were."""
+    paths = {path for name in pack.profile_names for path in pack.lock(name).files}
+    for path in sorted(paths):
+        found = store.read(path) if path.split("/")[0] in store.packages else None
+        if found and is_marked(found[1]):
+            raise ImageMismatch(_unknown_mark(store, path))
+
+
+def _unknown_mark(store: Store, path: str) -> str:
+    return (
+        f"{store.locate(path)}: carries the marks of this pack, but {store.folder} does not know of"
+        " it: the folder is gone, or this environment sees another copy of a package than the run"
+        " that rewrote it; run the pack as that one was run, or reinstall the package"
+    )
 
 
 def _same(one: FileState | None, other: FileState | None) -> bool:
@@ -673,6 +704,31 @@ def _check_writable(folders: Iterable[Path], advice: str = _CANNOT_WRITE) -> Non
     if refused:
         where = "\n".join(f"no permission to write in {folder}" for folder in refused)
         raise CannotWrite(f"{where}\n{advice}")
+
+
+def _check_path_comes_first(names: Sequence[str]) -> None:
+    """Would an overlay on PYTHONPATH be imported? Some editable installs put themselves before."""
+    with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as folder:
+        for name in names:
+            Path(folder, name).mkdir()
+            Path(folder, name, "__init__.py").touch()
+        look = (
+            "import sys, importlib.util as u\nfor n in sys.argv[1:]: print(u.find_spec(n).origin)"
+        )
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run(
+            [sys.executable, "-c", look, *names],
+            env={**os.environ, "PYTHONPATH": path},
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
+    elsewhere = [origin for origin in done.stdout.splitlines() if not origin.startswith(folder)]
+    if done.returncode or elsewhere:
+        raise ImageMismatch(
+            f"an overlay on PYTHONPATH would not be imported: {' '.join(elsewhere) or done.stderr}"
+            " comes first (an editable install does that); apply the fixes to it without --overlay"
+        )
 
 
 def _store(pack: Pack, site_packages: Path | None) -> tuple[Store, dict[str, Package]]:

@@ -244,7 +244,7 @@ def test_a_package_that_was_reinstalled_gets_its_fixes_again(world: World) -> No
     world.run()
     engine.write_bytes(original)
     ran = world.run()
-    assert (ran.code, ran.last) == (0, "applied=0 unchanged=3 files=1 profile=v1.0.0")
+    assert (ran.code, ran.last) == (0, "applied=2 unchanged=1 files=1 profile=v1.0.0")
     assert b"# fix: alpha" in engine.read_bytes()
     world.run("--revert", profile=None)
     assert engine.read_bytes() == original
@@ -315,6 +315,17 @@ def test_a_damaged_copy_of_the_pristine_file_is_never_restored(world: World) -> 
     ran = world.run("--revert", profile=None)
     assert ran.code == 3
     assert "missing or damaged" in ran.err
+    assert world.snapshot(times=True, state=True) == before
+
+
+def test_nothing_is_said_to_be_stock_that_is_not(world: World) -> None:
+    """Without its state folder nobody knows how a rewritten file was."""
+    world.run("delta")
+    shutil.rmtree(world.site / "vllm" / ".gaudi-fix-pack")
+    before = world.snapshot(times=True, state=True)
+    for words in (["--status"], ["--revert"], ["--revert", "--dry-run"]):
+        ran = world.run(*words, profile=None)
+        assert (ran.code, "carries the marks" in ran.err) == (3, True), ran
     assert world.snapshot(times=True, state=True) == before
 
 

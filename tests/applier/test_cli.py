@@ -646,3 +646,13 @@ def test_a_folder_without_a_name_is_not_the_present_one(world: World) -> None:
     ran = world.run("--site-packages", "", site=False)
     assert ran.code == 2
     assert "'' is no folder" in ran.err
+
+
+@pytest.mark.parametrize("flag", ["-O", "-OO"])
+def test_optimised_python_applies_too(world: World, flag: str) -> None:
+    """PYTHONOPTIMIZE=2 in an image: no module has its docstring then."""
+    program = install_command(world)
+    words = ["--profile", "v1.0.0", "--site-packages", str(world.site), "delta"]
+    done = subprocess.run([sys.executable, flag, program, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert world.run("delta").last == "applied=0 unchanged=4 files=0 profile=v1.0.0"

@@ -122,17 +122,49 @@ def test_the_pod_s_server_imports_the_overlay_that_its_init_container_built(worl
     for container in [*spec["initContainers"], *spec["containers"]]:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-    bring, fixes = spec["initContainers"]
+    _, fixes = spec["initContainers"]
     (server,) = spec["containers"]
     assert fixes["image"] == server["image"]
-    assert bring["command"][-1] == fixes["command"][1].removesuffix("/fixes/apply_all.py")
     before = world.snapshot(times=True, state=True)
     done = sandboxed(world, shlex.join(fixes["command"]))
     assert done.returncode == 0, done.stderr
     assert world.snapshot(times=True, state=True) == before
-    path = {entry["name"]: entry["value"] for entry in server["env"]}["PYTHONPATH"]
-    overlay = world.pack.parent / path.lstrip("/")
+    # The server's own command, with Python in the place of `vllm serve`.
+    overlay = world.pack.parent / "overlay" / "current"
+    starts = server["command"][2].replace("/overlay/current", str(overlay))
+    looks = shlex.join([sys.executable, "-c", "import sys; print(sys.path[1:3])"])
+    starts = re.sub(r"exec vllm serve \S+", lambda _: f"exec {looks}", starts)
+    done = subprocess.run(
+        ["sh", "-c", starts],
+        env={**os.environ, "PYTHONPATH": str(world.site)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == str([str(overlay), str(world.site)])
     assert imported_from(world, overlay) == f"{overlay}/vllm/engine.py 1"
+
+
+def test_the_pod_brings_the_pack_once_and_whole(tmp_path: Path) -> None:
+    """Also when its first init container runs again, or was killed while it cloned."""
+    pod = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
+    bring, fixes = pod["spec"]["initContainers"]
+    script = bring["command"][2].replace("/pack", str(tmp_path))
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text('#!/bin/sh\nfor last; do :; done; mkdir "$last" && test "$BREAK" != 1\n')
+    git.chmod(0o755)
+    for broken, code in (("1", 1), ("0", 0), ("0", 0)):
+        done = subprocess.run(
+            ["sh", "-c", script],
+            env={"PATH": f"{git.parent}:{os.environ['PATH']}", "BREAK": broken},
+            capture_output=True,
+            timeout=60,
+        )
+        assert done.returncode == code, done.stderr
+        pack = fixes["command"][1].removesuffix("/fixes/apply_all.py")
+        assert (tmp_path / pack.removeprefix("/pack/")).exists() == (code == 0)
 
 
 def test_the_service_starts_from_the_overlay_and_not_without(world: World) -> None:

@@ -402,3 +402,38 @@ def test_an_overlay_that_cannot_be_made_says_what_would_do(world: World, tmp_pat
         ran = world.run("--overlay", str(tmp_path / "file" / "a"), *more)
         assert ran.code == 4
         assert "--overlay" in ran.err
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_installation_that_comes_before_every_path(
+    world: World, overlays: Path, first: bool
+) -> None:
+    """Some editable installs do: then the line that is printed would change nothing."""
+    place = "0" if first else "len(sys.path)"
+    custom = world.pack.parent / "custom"
+    custom.mkdir()
+    (custom / "usercustomize.py").write_text(
+        f"import sys; sys.path.insert({place}, {str(world.site)!r})\n"
+    )
+    program = install_command(world)
+    # As a .pth file of the environment would do it, after PYTHONPATH has been read.
+    (custom / "sitecustomize.py").write_text("import usercustomize\n")
+    done = subprocess.run(
+        [sys.executable, program, "--profile", "v1.0.0", "--overlay", overlays],
+        env={**os.environ, "PYTHONPATH": str(custom)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (3 if first else 0), done.stderr
+    assert ("would not be imported" in done.stderr) == first
+    assert overlays.exists() != first
+
+
+def test_other_users_can_read_an_overlay_whatever_the_umask(world: World, overlays: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        assert world.run("--overlay", str(overlays / "a" / "b")).code == 0
+    finally:
+        os.umask(umask)
+    for folder in (overlays, overlays / "a", overlays / "a" / "b"):
+        assert folder.stat().st_mode & 0o777 == 0o755

@@ -316,6 +316,40 @@ def test_the_command_that_helps_does(
     assert machine.provisioned == []
 
 
+def test_a_cache_that_may_not_be_searched_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root's own, that an image names as everybody's home."""
+    closed, own = tmp_path / "closed" / "libraries", tmp_path / "own" / "libraries"
+    monkeypatch.setattr(provision, "_cache_folders", lambda: [closed, own])
+    monkeypatch.setattr(provision, "_install", lambda work, folder: folder)
+    is_dir, make = Path.is_dir, Path.mkdir
+
+    def refused(path: Path) -> None:
+        if path.is_relative_to(tmp_path / "closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", lambda path: refused(path) or is_dir(path))
+    monkeypatch.setattr(
+        Path, "mkdir", lambda path, *mode, **more: refused(path) or make(path, *mode, **more)
+    )
+    found = provision._provisioned()
+    assert found.parent == own
+    found.mkdir()
+    assert provision._provisioned() == found
+
+
+def test_without_a_temporary_folder_the_named_cache_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    monkeypatch.setenv("GAUDI_FIX_PACK_CACHE", str(tmp_path))
+    assert provision._cache_folders() == [tmp_path / "libraries"]
+
+
 def test_no_folder_to_put_it_in_is_exit_6(offline: Machine) -> None:
     nowhere = offline.temporary / "file"
     nowhere.write_text("")

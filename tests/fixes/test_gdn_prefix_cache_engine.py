@@ -133,15 +133,18 @@ def test_a_needle_early_in_the_prompt_is_found_from_the_cache(engine, words):
 @pytest.mark.red(WRONG, release="v0.26.0")
 def test_a_block_filled_by_decoding_is_the_next_turns(engine, words, release):
     """vLLM 0.30.0 keeps no such blocks (prefix_cache_retention_interval is 0): no hit, no fault."""
-    prompt = words(400, BLOCK - 20)
-    (said,) = engine.tokens([prompt], length=40)
-    following = prompt + said + words(401, 30)
-    before = counts(engine)
-    (cached,) = engine.tokens([following], length=8)
-    hits = restored(engine, before)
-    (cold,) = engine.tokens([salted(following, "multi-turn")], length=8)
-    assert_same(engine, following, cold, cached)
-    assert hits == (1 if release == "v0.26.0" else 0)
+    hits = 0
+    for turn in range(3):
+        prompt = words(400 + turn, BLOCK - 20)
+        (said,) = engine.tokens([prompt], length=40)
+        engine.tokens([words(410 + turn, 330)], length=4)  # somebody else's turn
+        following = prompt + said + words(420 + turn, 30)
+        before = counts(engine)
+        (cached,) = engine.tokens([following], length=8)
+        hits += restored(engine, before)
+        (cold,) = engine.tokens([salted(following, f"multi-turn {turn}")], length=8)
+        assert_same(engine, following, cold, cached)
+    assert hits == (3 if release == "v0.26.0" else 0)
 
 
 @modes
