@@ -1,7 +1,8 @@
 """Which test shows which fix on which release: read from the test files, nothing is run.
 
 What counts as a test, its fix, its releases and its level is what ``tests/support/twosided.py``
-makes of it when the suite runs; a test holds the two against each other.
+makes of it when the suite runs; a test holds the two against each other. Of a mark that names no
+release of the fix nothing can be listed: that is an error here as it is there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fixes.applier.errors import UsageError
 from fixes.applier.pack import Pack
 
 LEVELS = ("text", "definition", "class", "engine")
@@ -69,9 +71,21 @@ def _fix_of(pack: Pack, path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Mark:
+    """A mark as written; what is no literal text stands here as its source."""
+
     name: str
     words: tuple[str, ...]
     release: str
+
+    def fault(self, fix: str, listed: list[str]) -> str:
+        """What is wrong with the releases it names."""
+        named = self.words if self.name == "only" else (self.release,) if self.release else ()
+        wrong = [word for word in named if word not in listed]
+        if wrong:
+            return f"{self.name}() takes releases of {fix}, not {', '.join(wrong)}"
+        if self.name == "only" and not named:
+            return f"only() takes releases of {fix}: at least one"
+        return ""
 
 
 def _of_file(pack: Pack, fix: str, path: Path) -> Iterator[Proof]:
@@ -88,6 +102,11 @@ def _of_file(pack: Pack, fix: str, path: Path) -> Iterator[Proof]:
     for test, marks in _tests(tree.body, named):
         # As pytest has it, the mark that is nearest to the test counts.
         marks = [*marks, *outer]
+        for fault in filter(None, (mark.fault(fix, listed) for mark in marks)):
+            raise UsageError(
+                f"tests/fixes/{path.name}::{test}: {fault}; there are, as literal text:"
+                f" {', '.join(listed)}"
+            )
         needs = {word for mark in marks if mark.name == "needs" for word in mark.words}
         only = next((mark.words for mark in marks if mark.name == "only"), tuple(listed))
         levels = [word for mark in marks if mark.name == "level" for word in mark.words]
@@ -143,7 +162,8 @@ def _marks_of_parameters(node: ast.Call, named: Mapping[str, ast.expr]) -> Itera
 
 
 def _text(node: ast.expr) -> str:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    text = node.value if isinstance(node, ast.Constant) else None
+    return text if isinstance(text, str) else ast.unparse(node)
 
 
 # -- the page --------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ _TEST = '''"""{id}: red on stock, green on fixed."""
 import pytest
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.red(r"write me")
 def test_the_defect() -> None:
     """Runs on stock and on fixed packages: import the real code in here, not above."""

@@ -598,6 +598,8 @@ def test_the_test_of_a_new_fix_fails_until_it_is_written(world: World) -> None:
     exec(compile(ast.parse(test.read_text()), str(test), "exec"), names)
     function = names["test_the_defect"]
     assert callable(function)
+    marks = {mark.name: mark.args for mark in vars(function)["pytestmark"]}
+    assert marks["needs"] == ("torch",), "importing vllm needs it"
     with pytest.raises(pytest.fail.Exception, match="write me"):
         function()
 

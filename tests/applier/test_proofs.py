@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from fixes.applier.errors import UsageError
 from fixes.applier.pack import Pack
 from fixes.authoring import proofs
 
@@ -75,3 +78,26 @@ def helper(): ...
         "TestThese.test_inner": ("bad-words-index", "engine", both, frozenset({"v0.26.0"})),
         "TestThese.test_parameter": ("bad-words-index", "engine", both, frozenset(both)),
     }
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ('only("v0.26")', "test_x: only() takes releases of bad-words-index, not v0.26;"),
+        ("only(NAMED)", "test_x: only() takes releases of bad-words-index, not NAMED"),
+        ("only()", "test_x: only() takes releases of bad-words-index: at least one"),
+        ('red("x", release="v0.26")', "red() takes releases of bad-words-index, not v0.26;"),
+        ('red("x", release=NAMED)', "red() takes releases of bad-words-index, not NAMED"),
+    ],
+)
+def test_no_test_is_listed_on_no_release(tmp_path: Path, mark: str, message: str) -> None:
+    folder = tmp_path / "tests" / "fixes"
+    folder.mkdir(parents=True)
+    (tmp_path / "profiles").symlink_to(ROOT / "profiles")
+    text = f"import pytest\n@pytest.mark.{mark}\ndef test_x(): ...\n"
+    (folder / "test_bad_words_index.py").write_text(text)
+    with pytest.raises(UsageError) as error:
+        proofs.collect(Pack(tmp_path))
+    assert message in str(error.value)
+    assert "v0.26.0, v0.30.0" in str(error.value)
+    assert "tests/fixes/test_bad_words_index.py::test_x" in str(error.value)

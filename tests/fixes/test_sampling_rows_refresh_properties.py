@@ -11,12 +11,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-
-from tests.support import bare_runner
-
-pytest.importorskip("hypothesis", reason="this interpreter has no hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.support import bare_runner
 
 pytestmark = [pytest.mark.needs("engine"), pytest.mark.level("class")]
 

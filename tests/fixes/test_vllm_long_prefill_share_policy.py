@@ -7,12 +7,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 
 from fixes.vllm_long_prefill_share import long_prefill_share as module
 from fixes.vllm_long_prefill_share.long_prefill_share import LongPrefillShare, Settings
 
-hypothesis = pytest.importorskip("hypothesis")
 strategies = hypothesis.strategies
 no_deadline = hypothesis.settings(deadline=None)  # a busy machine is no failure
 

@@ -41,6 +41,7 @@ class Reporter:
 
     def __init__(self, side: dict[str, Any]) -> None:
         self.tree = Path(side["tree"])
+        self.absences = set(side["missing"].values())
         self.file = open(side["report"], "w", encoding="utf-8")  # noqa: SIM115
         self.result: dict[str, Any] = {}
 
@@ -63,10 +64,12 @@ class Reporter:
         if hasattr(report, "wasxfail"):
             result.update(outcome="failed", text="", longrepr="xfail: use red, or no mark")
         elif report.skipped:
-            result.update(outcome="skipped", reason=_skip_reason(report.longrepr))
+            reason = _skip_reason(report.longrepr)
+            result.update(outcome="skipped", reason=reason, excused=reason in self.absences)
         else:
             result.update(
                 outcome="failed",
+                phase=report.when,
                 text=_messages(report.longrepr),
                 longrepr="\n".join([f"({report.when})", report.longreprtext]),
                 output="\n".join(f"--- {name} ---\n{text}" for name, text in report.sections),

@@ -253,6 +253,45 @@ def test_error_in_a_teardown(leaks):
     pass
 
 
+@pytest.fixture
+def dies():
+    import vllm
+    vllm.first(["a"])
+
+
+@pytest.mark.red("IndexError")
+def test_defect_in_a_fixture(dies):
+    pass
+
+
+@pytest.fixture
+def dies_late():
+    yield
+    import vllm
+    vllm.first(["a"])
+
+
+@pytest.mark.red("IndexError")
+def test_defect_in_a_teardown(dies_late):
+    pass
+
+
+@pytest.mark.red("No module named")
+def test_imports_what_the_fix_adds():
+    import vllm
+    if not hasattr(vllm, "applied"):
+        import vllm.gaudi_fix_words
+
+
+@pytest.mark.red("not there")
+def test_misses_what_the_fix_adds():
+    import vllm
+    try:
+        hasattr(vllm, "applied") or vllm.gaudi_fix_words
+    except AttributeError:
+        pytest.fail("not there")
+
+
 @pytest.mark.xfail
 def test_xfail_hides_nothing():
     assert False
@@ -265,6 +304,22 @@ def test_skip():
 @pytest.mark.skipif("sys.version_info > (3,)", reason="new")
 def test_skip_mark():
     raise KeyError
+
+
+@pytest.mark.red("IndexError")
+def test_red_that_skips():
+    pytest.skip("not today")
+
+
+@pytest.mark.skipif("sys.version_info > (3,)", reason="new")
+@pytest.mark.red("IndexError")
+def test_red_with_a_skip_mark():
+    raise IndexError
+
+
+@pytest.mark.red("IndexError", release="v2")
+def test_skip_where_it_is_not_red():
+    pytest.skip("not today")
 """
 OTHER = "but not with 'IndexError"
 CASES = {
@@ -278,11 +333,22 @@ CASES = {
     "message_in_the_output": ("passed", "passed", ""),
     "output_counts_only_when_asked_for": ("failed", "passed", "but not with 'from a worker'"),
     "long_message": ("passed", "passed", ""),
-    "error_in_a_fixture": ("failed", "failed", OTHER),
+    "error_in_a_fixture": ("failed", "failed", "in its setup"),
     "error_in_a_teardown": ("failed", "failed", "left over"),
+    "defect_in_a_fixture": ("failed", "passed", "in its setup, not in the test itself"),
+    "defect_in_a_teardown": ("failed", "passed", "in its teardown, not in the test itself"),
+    "imports_what_the_fix_adds": ("failed", "passed", "gaudi_fix_ module"),
+    "misses_what_the_fix_adds": ("failed", "passed", "gaudi_fix_ module"),
     "xfail_hides_nothing": ("failed", "failed", "xfail: use red"),
     "skip": ("skipped", "skipped", "not today"),
     "skip_mark": ("skipped", "skipped", "new"),
+    "red_that_skips": (
+        "failed",
+        "failed",
+        "skips (not today): a red test that skips shows nothing",
+    ),
+    "red_with_a_skip_mark": ("failed", "failed", "skips (new): a red test"),
+    "skip_where_it_is_not_red": ("skipped", "skipped", "not today"),
 }
 
 
@@ -322,7 +388,7 @@ def test_a_child_that_dies_fails_all_its_tests(small: SmallPack, death: str, mes
         def test_a():
             pass
 
-        @pytest.mark.red(".")
+        @pytest.mark.red("never seen")
         def test_b():
             {death}
         """,
@@ -469,12 +535,71 @@ def test_a_test_file_of_no_fix_is_an_error(small: SmallPack) -> None:
     assert "no profile lists a fix of that name" in result.output
 
 
-def test_unknown_needs_are_an_error(small: SmallPack) -> None:
-    needs = "import pytest\n@pytest.mark.needs('gpu')\n"
-    small.write("tests/test_other.py", needs + "def test_x(): pass\n")
+# What a mark says, and what is said of it.
+BAD_MARKS = {
+    "red": "one pattern",
+    "red()": "one pattern",
+    "red(pattern='IndexError')": "one pattern",
+    "red('IndexError', 'v1')": "one pattern",
+    "red(7)": "one pattern",
+    "red('(')": "no regular expression: missing ), unterminated subpattern",
+    "red('')": "it fits any failure",
+    "red('.')": "it fits any failure",
+    "red('x')": "it fits any failure",
+    "red('...')": "it fits any failure",
+    "red('IndexError|')": "it fits any failure",
+    "red('IndexError', releases='v1')": "releases= is unknown",
+    "red('IndexError', release='v0.26')": "'v0.26' is no release of first-word",
+    "red('IndexError', release=None)": "None is no release of first-word",
+    "red('IndexError', output='yes')": "output= is True or False",
+    "level('engin')": "one of text, definition, class, engine",
+    "level()": "one of text, definition, class, engine",
+    "needs()": "at least one of torch, engine, vllm_gaudi",
+    "needs('gpu')": "at least one of torch, engine, vllm_gaudi",
+    "needs(['torch'])": "at least one of torch, engine, vllm_gaudi",
+    "needs(what='torch')": "what= is unknown",
+    "only()": "at least one of v1, v2",
+    "only('v0.26')": "at least one of v1, v2",
+    "only('v1', 'v0.26')": "at least one of v1, v2",
+}
+
+
+def test_a_mark_that_says_nothing_is_an_error(small: SmallPack) -> None:
+    tests = [
+        f"@pytest.mark.{mark}\ndef test_{number}(): pass\n" for number, mark in enumerate(BAD_MARKS)
+    ]
+    small.write("tests/fixes/test_first_word.py", "import pytest\n" + "\n".join(tests))
     result = small.run()
     assert result.code == 2
-    assert "needs(gpu)" in result.output
+    for number, (mark, message) in enumerate(BAD_MARKS.items()):
+        shown = mark if "(" in mark else f"{mark}()"
+        start = f"test_{number}: @pytest.mark.{shown}: "
+        assert message in "\n".join(s for s in result.output.splitlines() if start in s), mark
+
+
+def test_red_belongs_to_the_tests_of_a_fix(small: SmallPack) -> None:
+    small.write(
+        "tests/test_other.py",
+        """\
+        import pytest
+
+        @pytest.mark.red("IndexError")
+        def test_x():
+            pass
+        """,
+    )
+    result = small.run()
+    assert result.code == 2
+    assert "test_x: @pytest.mark.red('IndexError'): only a test of a fix" in result.output
+
+
+def test_a_file_that_skips_as_a_whole_is_an_error(small: SmallPack) -> None:
+    """Its red tests would be in the table of proof, and show nothing."""
+    text = "import pytest\npytest.importorskip('nothing')\ndef test_x(): pass\n"
+    small.write("tests/fixes/test_first_word.py", text)
+    result = small.run()
+    assert result.code == 2
+    assert "a test file of a fix must not skip as a whole: could not import 'noth" in result.output
 
 
 def test_collecting_only_starts_nothing(small: SmallPack) -> None:
@@ -516,8 +641,15 @@ def test_only_tests_that_import_an_absent_package_skip(small: SmallPack) -> None
     small.write(
         "tests/fixes/test_first_word.py",
         """\
+        import pytest
+
         def test_with_the_plugin():
             import vllm_gaudi
+
+        @pytest.mark.red("IndexError")
+        def test_red_with_the_plugin():
+            import vllm_gaudi
+            vllm_gaudi.first(["a"])
 
         def test_without():
             import vllm
@@ -526,14 +658,18 @@ def test_only_tests_that_import_an_absent_package_skip(small: SmallPack) -> None
     result = small.run()
     assert result.code == 0, result.output
     skipped = {name for name, outcome in result.outcomes.items() if outcome == "skipped"}
-    assert skipped == {f"test_with_the_plugin[v2-{state}]" for state in ("stock", "fixed")}
-    assert "skipped: 2" in result.output
-    assert "2 vllm_gaudi of v2 is not at hand: commit 0123456 of" in result.output
+    assert skipped == {
+        f"test_{name}[v2-{state}]"
+        for name in ("with_the_plugin", "red_with_the_plugin")
+        for state in ("stock", "fixed")
+    }
+    assert "skipped: 4" in result.output
+    assert "4 vllm_gaudi of v2 is not at hand: commit 0123456 of" in result.output
 
 
 def test_without_torch_tests_that_need_it_skip(small: SmallPack) -> None:
-    needs = "import pytest\npytestmark = pytest.mark.needs('torch')\n"
-    small.write("tests/fixes/test_first_word.py", needs + "def test_x(): pass\n")
+    marks = "import pytest\npytestmark = [pytest.mark.needs('torch'), pytest.mark.red('Index')]\n"
+    small.write("tests/fixes/test_first_word.py", marks + "def test_x(): pass\n")
     result = small.run(GAUDI_FIX_PACK_ENGINE_PYTHON="/nowhere/python")
     assert set(result.outcomes.values()) == {"skipped"}
     assert "4 /nowhere/python cannot be started" in result.output

@@ -5,7 +5,7 @@ and so on. Each (file, release, state) is one child process of pytest with that 
 first on the path, and all files' engine tests are one; this process only judges what the child
 reports. See ``docs/testing.md``.
 
-Marks
+Marks (``marks.py``; one that says anything else is an error)
     red(pattern, release=..., output=False)  must fail on stock with a matching message, pass fixed
     needs("torch")                           torch, and no plugin of vLLM is loaded
     needs("engine")                          torch, and vllm_gaudi on the emulated device
@@ -34,12 +34,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import absence, child
+from tests.support import absence, child, marks
 from tests.support.environments import NoInterpreter, interpreter
 from tests.support.trees import FIXED, STOCK, Tree, TreeError, Trees
 
-LEVELS = ("text", "definition", "class", "engine")
-NEEDS = ("torch", "engine", "vllm_gaudi")
 TAIL_LINES = 60
 TIMEOUT = 3000
 # The stand-in for the closed habana_frameworks package. Where it is on the path, torch loads it.
@@ -48,6 +46,10 @@ EMULATION = Path("tests", "emulation", "site")
 ENGINE, ENGINE_CHILD = frozenset({"engine"}), Path("engine")
 # What the child's interpreter decides, not this one.
 _CHILD_MARKS = {"skip", "skipif", "xfail", "usefixtures", "parametrize", "filterwarnings"}
+# The last words of a test that looks for a module which the fix adds (`Fix.support`).
+_LACKS_OWN_MODULE = re.compile(
+    r"(No module named|cannot import name|has no attribute) '([\w.]+\.)?gaudi_fix_\w+'"
+)
 
 trees_key = pytest.StashKey[Trees]()
 plugin_key = pytest.StashKey["TwoSided"]()
@@ -100,9 +102,9 @@ class TwoSidedItem(pytest.Item):
     def runtest(self) -> None:
         """Wait for the child process and judge."""
         self.result = self.config.stash[plugin_key].result_of(self)
+        judge(self.result, self.group.state, self.red)
         if self.result["outcome"] == "skipped":
             absence.skip(self.result["reason"], self.group.release)
-        judge(self.result, self.group.state, self.red)
 
     def repr_failure(
         self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None
@@ -123,13 +125,18 @@ class TwoSidedModule(pytest.Module):
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
         """Each test once a release and state, in the order of the child processes."""
-        collected = list(super().collect())
-        functions = list(_functions(collected))
         trees = self.config.stash[trees_key]
         try:
-            sides = {item: self._sides(item, trees) for item in functions}
-        except (TreeError, ValueError) as error:
+            fix = self.fix
+        except TreeError as error:
             raise self.CollectError(str(error)) from error
+        collected = self._collected(fix)
+        functions = list(_functions(collected))
+        releases = trees.releases_of(fix) if fix else trees.releases
+        faults = (fault for item in functions for fault in marks.faults(item, fix, releases))
+        if found := list(dict.fromkeys(faults)):
+            raise self.CollectError("\n".join(found))
+        sides = {item: self._sides(item, fix, releases) for item in functions}
         if all(groups is None for groups in sides.values()):
             yield from collected
             return
@@ -149,15 +156,22 @@ class TwoSidedModule(pytest.Module):
         inside = self.path.parent == self.config.rootpath / "tests" / "fixes"
         return self.config.stash[trees_key].fix_of(self.path) if inside else ""
 
-    def _sides(self, item: pytest.Item, trees: Trees) -> list[Group] | None:
+    def _collected(self, fix: str) -> list[pytest.Item | pytest.Collector]:
+        try:
+            return list(super().collect())
+        except pytest.skip.Exception as error:
+            if not fix:
+                raise
+            raise self.CollectError(
+                f"a test file of a fix must not skip as a whole: {error.msg}; import in the tests,"
+                " mark what they need with needs(...), or install tests/requirements.txt"
+            ) from error
+
+    def _sides(self, item: pytest.Item, fix: str, releases: Iterable[str]) -> list[Group] | None:
         """A fix's test has two sides a release, another that needs something one, others none."""
         needs = frozenset(n for mark in item.iter_markers("needs") for n in mark.args)
-        if unknown := needs - set(NEEDS):
-            raise ValueError(f"{item.name}: needs({', '.join(unknown)}) is none of {NEEDS}")
-        fix = self.fix
         if not fix and not needs:
             return None
-        releases = trees.releases_of(fix) if fix else trees.releases
         if mark := item.get_closest_marker("only"):
             releases = [name for name in releases if name in mark.args]
         states = (STOCK, FIXED) if fix else (STOCK,)
@@ -193,6 +207,13 @@ def judge(result: dict[str, Any], state: str, red: pytest.Mark | None) -> None:
     for package, place in result.get("packages", {}).items():
         if place:
             raise Verdict(f"{package} is not the one under test: it was imported from {place}")
+    if outcome == "skipped":
+        if red is not None and not result.get("excused"):
+            raise Verdict(
+                f"skips ({result['reason']}): a red test that skips shows nothing; let it run,"
+                " mark what it needs with needs(...), its releases with only(...)"
+            )
+        return
     must_fail = red is not None and state == STOCK
     if outcome == "passed" and must_fail:
         raise Verdict("passes on the stock packages: it does not show the defect")
@@ -202,11 +223,22 @@ def judge(result: dict[str, Any], state: str, red: pytest.Mark | None) -> None:
         raise Verdict(_details(result))
     if red is None or not must_fail:
         raise Verdict(f"must pass on the {state} packages\n{_details(result)}")
+    phase = result.get("phase", "call")
+    if phase != "call":
+        raise Verdict(
+            f"fails on the stock packages in its {phase}, not in the test itself: move what shows"
+            f" the defect from the fixture into the test\n{_details(result)}"
+        )
     text = result["text"] + ("\n" + result["output"] if red.kwargs.get("output") else "")
     if not re.search(red.args[0], text):
         raise Verdict(
             f"fails on the stock packages, but not with {red.args[0]!r}\n"
             f"the messages are:\n{text}\n\n{_details(result)}"
+        )
+    if _LACKS_OWN_MODULE.search(text):
+        raise Verdict(
+            "fails on the stock packages because it looks for the fix's own gaudi_fix_ module,"
+            f" which cannot be there: show the defect\n{_details(result)}"
         )
 
 
@@ -271,15 +303,15 @@ class TwoSided:
 
     def _run(self, group: Group, nodeids: list[str]) -> dict[str, dict[str, Any]]:
         if self._stopping.is_set():
-            return _all(nodeids, outcome="skipped", reason="the run was stopped")
+            return _excused(nodeids, "the run was stopped")
         try:
             tree = self.trees.get(group.release, group.state)
             lacking = {"vllm_gaudi"} if group.needs & {"engine", "vllm_gaudi"} else set()
             for package in lacking & tree.missing.keys():
-                return _all(nodeids, outcome="skipped", reason=_absence(tree, package))
+                return _excused(nodeids, _absence(tree, package))
             python = interpreter(group.needs, self.trees.cache)
         except NoInterpreter as error:
-            return _all(nodeids, outcome="skipped", reason=str(error))
+            return _excused(nodeids, str(error))
         except TreeError as error:
             return _all(nodeids, outcome="failed", crashed=True, longrepr=str(error))
         return self._run_child(group, nodeids, tree, python)
@@ -438,6 +470,11 @@ def _all(nodeids: Iterable[str], **result: Any) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(nodeids, result)
 
 
+def _excused(nodeids: Iterable[str], reason: str) -> dict[str, dict[str, Any]]:
+    """Tests that this machine cannot run: a red one may skip for that, and for nothing else."""
+    return _all(nodeids, outcome="skipped", reason=reason, excused=True)
+
+
 def _read_report(path: Path) -> tuple[dict[str, dict[str, Any]], bool, str]:
     """Results by test, whether the report is whole, and the test that was running at its end."""
     results: dict[str, dict[str, Any]] = {}
@@ -480,12 +517,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks; in a child process that is all."""
-    for line in (
-        "red(pattern, release=None, output=False): must fail on stock, with this message",
-        "needs(*what): torch, engine, vllm_gaudi: what the test's own process must have",
-        "only(*releases): the releases a test is for",
-        f"level(name): level of proof, one of {', '.join(LEVELS)}",
-    ):
+    for line in marks.USAGE.values():
         config.addinivalue_line("markers", line)
     if child.VARIABLE not in os.environ:
         trees = config.stash[trees_key] = Trees(config.rootpath)
