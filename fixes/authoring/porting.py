@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fixes.applier.definitions import fingerprint
 from fixes.applier.edits import rewrite
 from fixes.applier.errors import ImageMismatch, PackError
 from fixes.applier.fix import LoadedFix
 from fixes.applier.profiles import Lock, LockedSite
-from fixes.authoring.locks import Tree
+from fixes.authoring.locks import shape_fault
+from fixes.authoring.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,18 @@ def as_issue(found: Sequence[Ported], profile: str, compared: str) -> str:
 
 
 def _ported(fix: LoadedFix, locked: LockedSite, old: Tree | None, new: Tree) -> Ported:
+    found = _compared(fix, locked, old, new)
+    if found.state == "unchanged" or not locked.shape:
+        return found
+    others = sorted({site.shape for site in fix.sites} - {"", locked.shape})
+    fitting = [shape for shape in others if not shape_fault(fix, shape, new)]
+    if not fitting:
+        return found
+    does = f"shape {' and '.join(fitting)} of the fix fits here"
+    return replace(found, detail=f"{found.detail}; {does}")
+
+
+def _compared(fix: LoadedFix, locked: LockedSite, old: Tree | None, new: Tree) -> Ported:
     try:
         text = new.text(locked.file, locked.definition)
     except ImageMismatch as error:
@@ -112,6 +125,8 @@ def _elsewhere(locked: LockedSite, tree: Tree) -> str | None:
 
 
 def _lookalikes(locked: LockedSite, tree: Tree) -> str:
+    if not tree.has(locked.file):
+        return f"the folder has no package {locked.file.split('/')[0]}"
     source = tree.source(locked.file)
     if source is None:
         return f"{locked.file} is not there any more"
