@@ -14,8 +14,14 @@ from pathlib import Path
 from fixes.applier import provision
 from fixes.applier.errors import CannotWrite, ImageMismatch, PackError, UsageError
 from fixes.applier.pack import Pack
-from fixes.authoring import docs, sources
-from fixes.authoring.locks import origins_of, record, refuse_contradiction, refuse_edited
+from fixes.authoring import docs, finished, sources
+from fixes.authoring.locks import (
+    origins_of,
+    record,
+    refuse_contradiction,
+    refuse_edited,
+    written_fixes,
+)
 from fixes.authoring.porting import as_issue, port
 from fixes.authoring.scaffold import Start, new_fix
 from fixes.authoring.trees import Tree
@@ -32,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     sources.add_arguments(brings)
 
     records = commands.add_parser("record", help="write a profile's lock from its packages")
-    checks = commands.add_parser("check", help="are locks and generated pages current?")
+    checks = commands.add_parser(
+        "check", help="are locks and pages current, and all fixes finished?"
+    )
     for command in (records, checks):
         command.add_argument(
             "profiles", nargs="*", metavar="RELEASE", help="all where none is named"
@@ -167,7 +175,25 @@ def _locks(pack: Pack, args: argparse.Namespace) -> int:
         ]
         for what in stale:
             print(f"{what} is not current: run `python3 fixes/dev.py record` and `docs`")
-    return 1 if stale else 0
+    unfinished = _unfinished(pack, names)
+    for fix_id, faults in unfinished.items():
+        if args.command == "check":
+            print("\n".join(f"{fix_id} is not finished: {fault}" for fault in faults))
+        else:
+            print(f"note: {fix_id} is not finished: `check` says what is missing")
+    return 1 if args.command == "check" and (stale or unfinished) else 0
+
+
+def _unfinished(pack: Pack, names: Sequence[str]) -> dict[str, list[str]]:
+    """What the fixes of some profiles have not got yet."""
+    red = finished.without_red_test(pack)
+    found = {}
+    for fix in {fix.id: fix for name in names for fix in written_fixes(pack, pack.profile(name))}:
+        faults = list(finished.missing(pack, fix))
+        faults += [f"no test is red on {name}" for name in names if (fix, name) in red]
+        if faults:
+            found[fix] = faults
+    return found
 
 
 def _recorded(pack: Pack, name: str, tree: Tree) -> tuple[Path, str]:
@@ -242,7 +268,8 @@ def _new(pack: Pack, args: argparse.Namespace) -> int:
         path.write_text(text, encoding="utf-8")
     for path in (*made, *(path for path, _ in locks)):
         print(f"wrote {path.relative_to(pack.root)}")
-    print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`")
+    print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`;")
+    print("      `check` says what is missing")
     return 0
 
 

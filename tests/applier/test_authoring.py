@@ -85,6 +85,7 @@ def test_check_tells_a_lock_that_is_not_current(
 ) -> None:
     path = world.pack / "profiles" / "v1.0.0.lock"
     write_summary(world)
+    finish(world)
     words = ["v1.0.0", "--from", str(world.site)]
     assert cli.main(str(world.pack), ["record", *words]) == 0
     assert cli.main(str(world.pack), ["docs"]) == 0
@@ -101,6 +102,75 @@ def write_summary(world: World, commit: str = "1" * 40) -> None:
     """What `sources` leaves beside the packages that it lays out."""
     packages = {name: {"kind": "index", "commit": commit} for name in ("vllm", "vllm_gaudi")}
     (world.site / "sources.json").write_text(json.dumps({"packages": packages}))
+
+
+def finish(world: World) -> None:
+    """Give the fixes of the small pack what a finished one must have."""
+    (world.pack / "tests" / "fixes").mkdir(parents=True, exist_ok=True)
+    for fix_id in ("alpha", "beta", "gamma", "delta"):
+        module = world.pack / "fixes" / f"{fix_id}.py"
+        more = '\n\nReference: none.\n\nOther places with the pattern: none.\n"""\n'
+        world.write_fix(fix_id, module.read_text().replace('"""\n', more, 1))
+        test = world.pack / "tests" / "fixes" / f"test_{fix_id}.py"
+        test.write_text('import pytest\n\n@pytest.mark.red("x")\ndef test_it(): ...\n')
+    (world.pack / "CHANGELOG.md").write_text("`alpha` `beta` `gamma` `delta`\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("fixes/alpha.py", "alpha: step", "step", "its docstring does not begin with `alpha: `"),
+        ("fixes/alpha.py", "Reference:", "See", "its docstring does not have `Reference:`"),
+        ("fixes/alpha.py", "Other places", "Places", "not have `Other places with the pattern`"),
+        ("fixes/alpha.py", "Reference: none.", "Reference: TODO", "alpha.py:3 still has `TODO`"),
+        ("fixes/alpha.py", 'symptom="wrong values"', 'symptom="write me"', "has `write me`"),
+        ("tests/fixes/test_alpha.py", '"x"', '"write me"', "alpha.py:3 still has `write me`"),
+        ("tests/fixes/test_alpha.py", '@pytest.mark.red("x")', "", "no test is red on v1.0.0"),
+        ("CHANGELOG.md", "`alpha`", "", "CHANGELOG.md has no line about `alpha`"),
+    ],
+)
+def test_check_says_what_a_fix_has_not_got(
+    world: World, file: str, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(world)
+    edit(world.pack / file, old, new)
+    world.write_fix("alpha", (world.pack / "fixes" / "alpha.py").read_text())
+    words = ["v1.0.0", "--from", str(world.site)]
+    assert cli.main(str(world.pack), ["record", *words]) == 0
+    said = capsys.readouterr().out
+    assert "note: alpha is not finished: `check` says what is missing" in said
+    assert cli.main(str(world.pack), ["docs"]) == 0
+    assert cli.main(str(world.pack), ["check", *words]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not finished" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("alpha is not finished: ")
+    assert message in lines[0]
+
+
+def test_a_new_fix_is_not_finished(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(world)
+    words = ["--from", str(world.site)]
+    site = ["--site", "vllm/engine.py::LIMIT"]
+    assert cli.main(str(world.pack), ["new", "zeta", "--profile", "v1.0.0", *words, *site]) == 0
+    assert cli.main(str(world.pack), ["check", "v1.0.0", *words]) == 1
+    said = capsys.readouterr().out
+    assert "zeta is not finished: CHANGELOG.md has no line about `zeta`" in said
+    assert "zeta is not finished: fixes/zeta.py:1 still has `TODO`" in said
+    assert "zeta is not finished: tests/fixes/test_zeta.py:6 still has `write me`" in said
+
+
+@pytest.mark.parametrize(
+    ("fix_id", "hint"),
+    [("alpah", "; did you mean alpha?"), ("qqqq", "; the pack's checkout is not complete")],
+)
+def test_a_misspelt_fix_of_a_profile_is_told(
+    world: World, fix_id: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite_profile(world, 'id = "gamma"\n', f'id = "gamma"\n\n[[fix]]\nid = "{fix_id}"\n')
+    assert cli.main(str(world.pack), ["record", "v1.0.0", "--from", str(world.site)]) == 2
+    module = world.pack / "fixes" / f"{fix_id}.py"
+    said = f"{fix_id} (listed in v1.0.0.toml): there is no {module}{hint}"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["record", "check"])
@@ -135,6 +205,7 @@ def test_what_sources_could_not_bring_is_said_not_to_be_tried(
 
 
 def test_what_is_all_tried_needs_no_note(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(world)
     assert cli.main(str(world.pack), ["record", "v1.0.0", "--from", str(world.site)]) == 0
     assert "note" not in capsys.readouterr().out
 
