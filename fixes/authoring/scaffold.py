@@ -6,8 +6,10 @@ import ast
 import keyword
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from fixes.applier.edits import Definition, rewrite
@@ -107,7 +109,7 @@ class Start:
     def on(self, text: str) -> Start:
         """The same with an edit that this text of the definition takes."""
         label = f"{self.file}::{self.definition}"
-        for edit in (_IN_A_BODY, *_of_expressions(text)):
+        for edit in (_IN_A_BODY, *islice(_of_expressions(text), 10)):
             try:
                 rewrite(text, label, [("new", edit)], read_back=True)
             except PackError:
@@ -126,11 +128,18 @@ def _of_expressions(text: str) -> Iterator[_Edit]:
         (node,) = ast.parse(code).body
     except (SyntaxError, ValueError):
         return
-    parts = [value for value in [getattr(node, "value", None)] if value]
-    for part in [*parts, *getattr(node, "body", ()), node]:
-        for inner in ast.walk(part):
-            found = ast.get_source_segment(code, inner) if isinstance(inner, ast.expr) else None
-            if found and found != "..." and "\n" not in found and len(found) <= 60:
+    lines = [line.encode() for line in code.split("\n")]  # columns count bytes
+
+    def shown(inner: ast.AST) -> str:
+        if not isinstance(inner, ast.expr) or inner.lineno != inner.end_lineno:
+            return ""
+        return lines[inner.lineno - 1][inner.col_offset : inner.end_col_offset].decode()
+
+    count = Counter(map(shown, ast.walk(node)))
+    value = getattr(node, "value", None)
+    for part in [*([value] if value else []), *getattr(node, "body", ()), node]:
+        for found in map(shown, ast.walk(part)):
+            if found not in ("", "...") and count[found] == 1 and len(found) <= 60:
                 yield _Edit("replace_expression", (found, "TODO"))
 
 

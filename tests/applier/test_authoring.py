@@ -776,6 +776,16 @@ def test_any_definition_can_be_started_with(world: World, definition: str) -> No
         recorded(world)
 
 
+def test_a_long_table_is_started_with_in_no_time(world: World) -> None:
+    """One expression after the other would be tried, had it to be there once by trial alone."""
+    path = world.site / "vllm" / "engine.py"
+    rows = "".join(f'    "k{n}": lambda: get("k{n}", {n}),\n' for n in range(2000))
+    path.write_text(path.read_text() + f"\n\ntable = {{\n{rows}}}\n")
+    started(world, "zeta", "vllm/engine.py::table")
+    text = (world.pack / "fixes" / "zeta.py").read_text()
+    assert """code.replace_expression('lambda: get("k0", 0)', "TODO")""" in text
+
+
 def test_what_no_edit_can_take_hold_of_says_so(world: World) -> None:
     path = world.site / "vllm" / "engine.py"
     path.write_text(path.read_text() + "\n\ndef nothing(): ...\n")
