@@ -16,6 +16,8 @@ from fixes.applier.fix import LoadedFix
 from fixes.applier.profiles import Lock, Profile, load_lock, load_profile, load_unwritten
 from fixes.applier.selection import nearest
 
+_NO_FIXES = {"applier", "apply-all", "authoring", "dev", "fixes"}
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -59,10 +61,22 @@ class Pack:
         candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
         path = next((path for path in candidates if path.is_file()), None)
         if path is None:
+            listed = [
+                name for name in self.profile_names if self.profile(name).entry(fix_id) is not None
+            ]
+            where = f" (listed in {', '.join(f'{name}.toml' for name in listed)})" if listed else ""
             raise UsageError(
-                f"{fix_id}: there is no {candidates[0]}; the pack's checkout is not complete"
+                f"{fix_id}{where}: there is no {candidates[0]}"
+                + (nearest(fix_id, self._modules) or "; the pack's checkout is not complete")
             )
         return LoadedFix.of(fix_id, _imported(f"fixes.{name}", path))
+
+    @property
+    def _modules(self) -> list[str]:
+        """The ids of what could be fixes, by the names of the files."""
+        files = [*self.root.glob("fixes/*.py"), *self.root.glob("fixes/*/__init__.py")]
+        names = (file.parent.name if file.stem == "__init__" else file.stem for file in files)
+        return sorted({name.replace("_", "-") for name in names} - _NO_FIXES)
 
     def fixes(self, fix_ids: Sequence[str]) -> list[LoadedFix]:
         """Several fixes, in the order given."""

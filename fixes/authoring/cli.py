@@ -7,18 +7,26 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from fixes.applier import provision
-from fixes.applier.errors import CannotWrite, PackError, UsageError
+from fixes.applier.errors import CannotWrite, ImageMismatch, PackError, UsageError
 from fixes.applier.pack import Pack
-from fixes.authoring import docs, sources
-from fixes.authoring.locks import Tree, origins_of, record
+from fixes.authoring import docs, finished, sources
+from fixes.authoring.locks import (
+    origins_of,
+    record,
+    refuse_contradiction,
+    refuse_edited,
+    written_fixes,
+)
 from fixes.authoring.porting import LARGEST_ISSUE, Compared, Ported, as_issue, compared, port
-from fixes.authoring.scaffold import new_fix
+from fixes.authoring.scaffold import Start, new_fix
+from fixes.authoring.trees import Tree
+from fixes.authoring.trials import check_selections, untried
 
 PREFIX = "gaudi-fix-pack:"
 EXIT_CODES = """\
@@ -45,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     sources.add_arguments(brings)
 
     records = commands.add_parser("record", help="write a profile's lock from its packages")
-    checks = commands.add_parser("check", help="are locks and generated pages current?")
+    checks = commands.add_parser(
+        "check", help="are locks and pages current, and all fixes finished?"
+    )
     for command in (records, checks):
         command.add_argument(
             "profiles", nargs="*", metavar="RELEASE", help="all where none is named"
@@ -79,7 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     starts = commands.add_parser("new", help="start a fix: module, test and profile lines")
     starts.add_argument("fix", metavar="FIX")
     starts.add_argument("--profile", action="append", required=True, metavar="RELEASE")
-    starts.add_argument("--site", required=True, metavar="FILE::DEFINITION")
+    starts.add_argument(
+        "--site",
+        action="append",
+        required=True,
+        metavar="FILE::DEFINITION",
+        help="what it rewrites; may be given more than once",
+    )
     starts.add_argument("--opt-in", action="store_true")
     starts.add_argument(
         "--from", dest="tree", type=Path, metavar="DIR", help="the profile's packages"
@@ -98,9 +114,18 @@ def main(root: str, argv: Sequence[str] | None = None) -> int:
         provision.require("libcst")
         return _run(pack, args)
     except PackError as error:
-        for line in str(error).splitlines():
-            print(f"{PREFIX} error: {line}", file=sys.stderr)
-        return error.exit_code
+        return _failed(error)
+    except OSError as error:
+        return _failed(CannotWrite(str(error)))
+    except KeyboardInterrupt:
+        print(f"{PREFIX} interrupted", file=sys.stderr)
+        return 130
+
+
+def _failed(error: PackError) -> int:
+    for line in str(error).splitlines():
+        print(f"{PREFIX} error: {line}", file=sys.stderr)
+    return error.exit_code
 
 
 def _run(pack: Pack, args: argparse.Namespace) -> int:
@@ -143,20 +168,27 @@ def _pristine(folder: Path) -> Tree:
 @contextmanager
 def _packages_of(pack: Pack, name: str, folder: Path | None) -> Iterator[Tree]:
     """The packages of a profile: in the folder that was named, or laid out for the moment."""
+    profile = pack.profile(name)
     if folder is not None:
         yield _pristine(folder)
         return
     with tempfile.TemporaryDirectory(prefix="gaudi-fix-pack-") as temporary:
         into = Path(temporary) / "site-packages"
-        pins = list(pack.profile(name).packages.values())
-        sources.lay_out(name, pins, into, bytecode=False)
+        sources.lay_out(name, list(profile.packages.values()), into, bytecode=False)
         yield Tree(into)
 
 
 def _locks(pack: Pack, args: argparse.Namespace) -> int:
     names = args.profiles or pack.profile_names
+    if args.tree is not None and len(names) != 1:
+        raise UsageError(
+            f"--from is the packages of one release: name it, as in"
+            f" `{args.command} {names[-1]} --from {args.tree}`"
+        )
     stale = []
-    for path, text in _recorded(pack, names, args.tree):
+    for name in names:
+        with _packages_of(pack, name, args.tree) as tree:
+            path, text = _recorded(pack, name, tree)
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             print(f"{path.name} is current")
         elif args.command == "check":
@@ -172,17 +204,40 @@ def _locks(pack: Pack, args: argparse.Namespace) -> int:
         ]
         for what in stale:
             print(f"{what} is not current: run `python3 fixes/dev.py record` and `docs`")
-    return 1 if stale else 0
+    unfinished = _unfinished(pack, names)
+    for fix_id, faults in unfinished.items():
+        if args.command == "check":
+            print("\n".join(f"{fix_id} is not finished: {fault}" for fault in faults))
+        else:
+            print(f"note: {fix_id} is not finished: `check` says what is missing")
+    return 1 if args.command == "check" and (stale or unfinished) else 0
 
 
-def _recorded(pack: Pack, names: Sequence[str], folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """The lock files of profiles with the text that they should have."""
-    if folder is not None and len(names) != 1:
-        raise UsageError("--from is the packages of one release: name it")
-    for name in names:
-        with _packages_of(pack, name, folder) as tree:
-            lock = record(pack, name, tree, origins_of(tree, pack.profile(name)))
-        yield pack.root / "profiles" / f"{name}.lock", lock.dump()
+def _unfinished(pack: Pack, names: Sequence[str]) -> dict[str, list[str]]:
+    """What the fixes of some profiles have not got yet."""
+    red = finished.without_red_test(pack)
+    found = {}
+    for fix in {fix.id: fix for name in names for fix in written_fixes(pack, pack.profile(name))}:
+        faults = list(finished.missing(pack, fix))
+        faults += [f"no test is red on {name}" for name in names if (fix, name) in red]
+        if faults:
+            found[fix] = faults
+    return found
+
+
+def _recorded(pack: Pack, name: str, tree: Tree) -> tuple[Path, str]:
+    """The lock file of a profile with the text that it should have; says what was not tried."""
+    profile = pack.profile(name)
+    tree.need_packages(list(profile.packages), name)
+    check_selections(profile, pack.unwritten)
+    refuse_edited(pack, name, tree)
+    lock = record(pack, name, tree, origins_of(tree, profile))
+    path = pack.root / "profiles" / f"{name}.lock"
+    if path.is_file():
+        refuse_contradiction(pack.lock(name), lock, tree)
+    if left := untried(lock, tree):
+        print(f"note: {name}: {left}")
+    return path, lock.dump()
 
 
 def _profile_with(pack: Pack, fixes: Sequence[str], named: str | None) -> tuple[str, list[str]]:
@@ -241,26 +296,54 @@ def _print_ported(found: Sequence[Ported], packages: Sequence[Compared]) -> None
 
 
 def _new(pack: Pack, args: argparse.Namespace) -> int:
-    file, _, definition = args.site.partition("::")
-    if not definition:
+    if args.tree is not None and len(args.profile) > 1:
         raise UsageError(
-            f"--site {args.site}: give FILE::DEFINITION, as in vllm/x.py::Class.method"
+            f"--from is the packages of one release, and {' and '.join(args.profile)} are"
+            f" {len(args.profile)}: leave --from out, or start with one of them, add the lines to"
+            " the other profile and record it from its own packages"
         )
-    before = {path: path.read_bytes() for path in (pack.root / "profiles").glob("*.toml")}
-    made = new_fix(pack, args.fix, args.profile, file, definition, opt_in=args.opt_in)
-    try:
-        locks = list(_recorded(Pack(pack.root), args.profile, args.tree))
-    except BaseException:  # such as a definition that is not there: leave nothing half-made
-        for path in made:
-            if path in before:
-                path.write_bytes(before[path])
-            else:
-                path.unlink()
-        raise
-    for path in made:
-        print(f"wrote {path.relative_to(pack.root)}")
+    sites = [Start.of(word) for word in dict.fromkeys(args.site)]
+    new_fix(pack, args.fix, args.profile, sites, opt_in=args.opt_in)  # refused before it takes long
+    with ExitStack() as stack:
+        trees = {
+            name: stack.enter_context(_packages_of(pack, name, args.tree)) for name in args.profile
+        }
+        sites = [_fitted(site, trees[args.profile[0]]) for site in sites]
+        made = new_fix(pack, args.fix, args.profile, sites, opt_in=args.opt_in)
+        with _written(made):  # and nothing is left half-made where a release cannot be recorded
+            locks = [_recorded(Pack(pack.root), name, tree) for name, tree in trees.items()]
     for path, text in locks:
         path.write_text(text, encoding="utf-8")
+    for path in (*made, *(path for path, _ in locks)):
         print(f"wrote {path.relative_to(pack.root)}")
-    print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`")
+    print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`;")
+    print("      `check` says what is missing")
     return 0
+
+
+def _fitted(site: Start, tree: Tree) -> Start:
+    if not tree.has(site.file):  # published fingerprints may have it
+        return site
+    text = tree.text(site.file, site.definition)
+    if text is None:
+        reason = tree.why_no_text(site.file, site.definition)
+        raise ImageMismatch(f"{site.file}::{site.definition}: {reason}")
+    return site.on(text)
+
+
+@contextmanager
+def _written(files: Mapping[Path, str]) -> Iterator[None]:
+    """Files that are there for good only where what follows goes well."""
+    before = {path: path.read_bytes() if path.exists() else None for path in files}
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        yield
+    except BaseException:
+        for path, data in before.items():
+            if data is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(data)
+        raise

@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fixes.applier.definitions import Source, fingerprint, newlines
+from fixes.applier.definitions import fingerprint, newlines
 from fixes.applier.edits import rewrite
 from fixes.applier.errors import ImageMismatch, PackError, UsageError
-from fixes.applier.fix import LoadedFix, Site
+from fixes.applier.fix import LoadedFix
 from fixes.applier.pack import Pack
-from fixes.applier.plan import make_plan
 from fixes.applier.profiles import Lock, LockedSite, Profile
 from fixes.authoring.sources import read_summary
+from fixes.authoring.trees import Tree, edited
+from fixes.authoring.trials import try_sets
 
 
 @dataclass(frozen=True)
@@ -42,38 +43,6 @@ def origins_of(tree: Tree, profile: Profile) -> dict[str, Origin]:
         }
         origins[name] = Origin(commit, evidence.get(found.get("kind", ""), "a local copy"))
     return origins
-
-
-class Tree:
-    """A folder of pristine packages to record from or to compare with."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._sources: dict[str, Source | None] = {}
-
-    def read(self, path: str) -> bytes | None:
-        """A file's bytes, or None where the tree has no such file."""
-        try:
-            return (self.folder / path).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def has(self, path: str) -> bool:
-        """Is the package of this path in the tree at all?"""
-        return (self.folder / path.split("/")[0]).is_dir()
-
-    def source(self, path: str) -> Source | None:
-        """A file, parsed once."""
-        if path not in self._sources:
-            data = self.read(path)
-            self._sources[path] = None if data is None else Source(path, data)
-        return self._sources[path]
-
-    def text(self, path: str, definition: str) -> str | None:
-        """The text of a definition that the file has exactly once."""
-        source = self.source(path)
-        spans = source.definitions.get(definition, []) if source else []
-        return source.text(spans[0]) if source and len(spans) == 1 else None
 
 
 # Locks --------------------------------------------------------------------------------------------
@@ -132,7 +101,7 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
     present = (pack.root / "profiles" / f"{name}.lock").is_file()
     kept = pack.lock(name).sites if present else {}
     published = _Fingerprints(pack.root / "profiles" / f"{name}.fingerprints.json")
-    written = pack.fixes([e.id for e in profile.entries if e.id not in pack.unwritten])
+    written = written_fixes(pack, profile)
     sites = {
         fix.id: tuple(
             site
@@ -148,13 +117,35 @@ def record(pack: Pack, name: str, tree: Tree, origins: Mapping[str, Origin]) -> 
     before = pack.lock(name).files if present else {}
     whole = {path: _whole(path, tree, published, before) for path in rewritten}
     lock = Lock(name, sites, {path: found for path, found in whole.items() if found})
-    # All together, in the profile's order: what is locked can be applied. Sites that are only
-    # known by a fingerprint cannot be tried.
-    seen = [
-        fix for fix in written if all(tree.read(site.file) is not None for site in sites[fix.id])
-    ]
-    make_plan(seen, lock, tree.read)
+    try_sets(profile, written, lock, tree)
     return lock
+
+
+def written_fixes(pack: Pack, profile: Profile) -> list[LoadedFix]:
+    """The fixes of a profile that are more than planned."""
+    return pack.fixes([e.id for e in profile.entries if e.id not in pack.unwritten])
+
+
+def refuse_edited(pack: Pack, name: str, tree: Tree) -> None:
+    """Refuse files that are not those that their package was installed with."""
+    for fix in written_fixes(pack, pack.profile(name)):
+        for label in (*(site.label for site in fix.sites), *fix.fix.relies_on):
+            tree.refuse_edited(label.split("::")[0])
+
+
+def refuse_contradiction(before: Lock, after: Lock, tree: Tree) -> None:
+    """Refuse another text from the same place: one of the two is not what its evidence says."""
+    for fix_id, sites in after.sites.items():
+        for site in sites:
+            was = _find(before.sites.get(fix_id, ()), site.label, site.shape)
+            # Of a local copy nobody knows the commit: it may be another one today.
+            if was is None or site.commit == "unknown":
+                continue
+            if (was.commit, was.evidence) != (site.commit, site.evidence):
+                continue
+            whole = before.files.get(site.file), after.files.get(site.file)
+            if whole[0] != whole[1] if all(whole) else was.sha256 != site.sha256:
+                raise edited(site.file, tree.folder, f"{after.profile}.lock has another text of it")
 
 
 def _definitions_of(
@@ -164,14 +155,11 @@ def _definitions_of(
     shapes = sorted({site.shape for site in fix.sites if site.shape})
     locked = {site.shape for site in kept}
 
-    def fits(site: Site) -> bool:
-        return _codemod_fits(fix, site, tree) if tree.has(site.file) else site.shape in locked
-
-    fitting = [
-        shape for shape in shapes if all(fits(site) for site in fix.sites if site.shape == shape)
-    ]
+    faults = {shape: shape_fault(fix, shape, tree, locked) for shape in shapes}
+    fitting = [shape for shape, why in faults.items() if not why]
     if shapes and len(fitting) != 1:
-        found = f"{' and '.join(fitting)} do" if fitting else "none does"
+        reasons = "".join(f"\n    {shape}: {why}" for shape, why in faults.items())
+        found = f"{' and '.join(fitting)} do" if fitting else f"none does:{reasons}"
         raise ImageMismatch(
             f"{fix.id}: exactly one of its shapes ({', '.join(shapes)}) must fit; {found}"
         )
@@ -182,15 +170,21 @@ def _definitions_of(
         yield label, "", False
 
 
-def _codemod_fits(fix: LoadedFix, site: Site, tree: Tree) -> bool:
-    text = tree.text(site.file, site.definition)
-    if text is None:
-        return False
-    try:
-        rewrite(text, site.label, [(fix.id, site.rewrite)])
-    except PackError:
-        return False
-    return True
+def shape_fault(fix: LoadedFix, shape: str, tree: Tree, locked: Collection[str] = ()) -> str:
+    """Why a shape of a fix does not fit the tree; empty where it does.
+
+    Where the tree has no such package, the shapes that are locked fit.
+    """
+    for site in fix.sites:
+        if site.shape == shape and (tree.has(site.file) or shape not in locked):
+            try:
+                text = tree.text(site.file, site.definition)
+                if text is None:
+                    return f"{site.label}: {tree.why_no_text(site.file, site.definition)}"
+                rewrite(text, site.label, [(fix.id, site.rewrite)])
+            except PackError as error:
+                return str(error)
+    return ""
 
 
 def _locked(
@@ -216,7 +210,7 @@ def _locked(
     elif not tree.has(path) and (before := _find(kept, label, shape)) is not None:
         return before
     else:
-        raise ImageMismatch(f"{label}: {tree.folder} does not have it exactly once")
+        raise ImageMismatch(f"{label}: {tree.why_no_text(path, definition)}")
     ends = newlines(text) if text is not None else "lf"
     return LockedSite(
         path, definition, digest, ends, origin.commit, origin.evidence, shape, rewritten

@@ -19,8 +19,8 @@ from fixes.applier.errors import ImageMismatch, PackError, UsageError
 from fixes.applier.fix import LoadedFix, Rewrite, Site
 from fixes.applier.plan import Mismatches, make_plan
 from fixes.applier.profiles import Lock, LockedSite
-from fixes.authoring.locks import Tree
 from fixes.authoring.sources import read_summary
+from fixes.authoring.trees import Tree
 
 # A forge takes 65536 characters of text for an issue.
 LARGEST_ISSUE = 60_000

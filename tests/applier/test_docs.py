@@ -11,7 +11,7 @@ import pytest
 from fixes.applier import errors
 from fixes.applier.digest import VERSION
 from fixes.applier.pack import Pack
-from fixes.authoring import cli, docs
+from fixes.authoring import cli, docs, finished
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK = Pack(ROOT)
@@ -34,13 +34,8 @@ def test_every_listed_fix_is_written_or_listed_as_unwritten() -> None:
 
 
 @pytest.mark.parametrize("fix", WRITTEN)
-def test_every_fix_has_its_page_its_test_and_its_line_in_the_changelog(fix: str) -> None:
-    loaded = PACK.fix(fix)
-    assert loaded.doc.startswith(f"{fix}: "), "the docstring starts with the fix's id"
-    assert "Other places with the pattern" in loaded.doc
-    assert "Reference:" in loaded.doc
-    assert (ROOT / "tests" / "fixes" / f"test_{fix.replace('-', '_')}.py").is_file()
-    assert f"`{fix}`" in (ROOT / "CHANGELOG.md").read_text()
+def test_every_fix_has_all_that_a_fix_must_have(fix: str) -> None:
+    assert list(finished.missing(PACK, fix)) == []
 
 
 def test_the_readme_documents_every_exit_code() -> None:

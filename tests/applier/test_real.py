@@ -15,7 +15,7 @@ import pytest
 from fixes.applier.definitions import Source, fingerprint
 from fixes.applier.pack import Pack
 from fixes.applier.plan import MARKER, make_plan
-from fixes.authoring.locks import Tree
+from fixes.authoring.trees import Tree
 from tests.applier.interpreters import VERSIONS, need
 from tests.support.trees import Trees
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from fixes.applier import cli
 from fixes.applier.pack import Pack
-from fixes.authoring.locks import Origin, Tree, record
+from fixes.authoring.locks import Origin, record
+from fixes.authoring.trees import Tree
 
 ENGINE = '''\
 """The engine."""
