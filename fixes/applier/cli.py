@@ -154,10 +154,11 @@ def _run(root: str, args: argparse.Namespace) -> dict[str, Any] | None:
     request = request_of(args)
     applies = not (args.list or args.explain or args.status or args.revert)
     overlays = _overlays(args)
-    if applies and args.profile and not args.dry_run and not args.diff:
+    writes_nothing = args.diff or (args.dry_run and overlays)  # an overlay found becomes current
+    if applies and args.profile and not writes_nothing:
         document = fast.nothing_to_do(root, request, overlays)
         if document is not None:
-            return document
+            return {**document, "dry_run": args.dry_run}
 
     from pathlib import Path
 

@@ -359,11 +359,14 @@ def test_no_folder_to_put_it_in_is_exit_6(offline: Machine) -> None:
     assert "no folder to put it in could be written" in ran.err
 
 
-def test_a_run_with_nothing_to_do_needs_no_library(offline: Machine) -> None:
+@pytest.mark.parametrize(("words", "end"), [((), ""), (("--dry-run",), " dry-run")])
+def test_a_run_with_nothing_to_do_needs_no_library(
+    offline: Machine, words: tuple[str, ...], end: str
+) -> None:
     applied_already(offline)
-    ran, modules = offline.run(*APPLY)
+    ran, modules = offline.run(*APPLY, *words)
     assert (ran.code, ran.err) == (0, "")
-    assert ran.last == "applied=0 unchanged=3 files=0 profile=v1.0.0"
+    assert ran.last == f"applied=0 unchanged=3 files=0 profile=v1.0.0{end}"
     assert not {"libcst", "packaging", "tomli", "tomllib"} & modules
 
 
