@@ -193,8 +193,11 @@ def revert(pack: Pack, *, site_packages: Path | None, dry_run: bool, lock_timeou
     moment = store.moment()
     _, seen = moment
     if seen == (None, False):
-        _refuse_marks(pack, store)
-        return Result("", list(packages.values()), None, dry_run=dry_run)
+        unknown = _unknown_marks(pack, store)
+        if store.moment() == moment:
+            if unknown:
+                raise ImageMismatch(unknown)
+            return Result("", list(packages.values()), None, dry_run=dry_run)
     if dry_run and not seen[1]:
         try:
             outcome = _restored(store)
@@ -236,16 +239,17 @@ def status(pack: Pack, *, site_packages: Path | None, lock_timeout: float) -> Re
             for path, entry in (manifest.files if manifest else {}).items()
             if entry.applied is not None and store.hash_of(path) != entry.applied.sha256
         ]
-        if not changed:
+        unknown = "" if manifest else _unknown_marks(pack, store)
+        if not changed and not unknown:
             break
         if store.moment() == moment:
+            if unknown:
+                raise ImageMismatch(unknown)
             raise ImageMismatch(
                 "changed since the pack wrote them: "
                 + ", ".join(changed)
                 + "; put them back, or reinstall the package and run the pack again"
             )
-    if manifest is None:
-        _refuse_marks(pack, store)
     profile = manifest.profile if manifest else ""
     kept = manifest.fixes if manifest else ()
     return Result(profile, list(packages.values()), manifest, kept=kept, recovered=recovered)
@@ -411,13 +415,14 @@ class _Pristine:
         return on_disk
 
 
-def _refuse_marks(pack: Pack, store: Store) -> None:
-    """Files that the pack has rewritten and nobody knows how they were."""
+def _unknown_marks(pack: Pack, store: Store) -> str:
+    """What to say of a file that the pack has rewritten and nobody knows how it was; else empty."""
     paths = {path for name in pack.profile_names for path in pack.lock(name).files}
     for path in sorted(paths):
         found = store.read(path) if path.split("/")[0] in store.packages else None
         if found and is_marked(found[1]):
-            raise ImageMismatch(_unknown_mark(store, path))
+            return _unknown_mark(store, path)
+    return ""
 
 
 def _unknown_mark(store: Store, path: str) -> str:
