@@ -32,7 +32,7 @@ PREFIX = "gaudi-fix-pack:"
 EXIT_CODES = """\
 exit codes:
   0  done; `port`: nothing differs; `check`: all is current
-  1  `check`: something is not current; a source cannot be had; an internal error
+  1  `check`: something is not current or not finished; a source cannot be had; an internal error
   2  the request makes no sense: the message says what would
   3  packages are not what they must be; `port`: something differs
   4  cannot write
@@ -194,7 +194,7 @@ def _locks(pack: Pack, args: argparse.Namespace) -> int:
         elif args.command == "check":
             stale.append(path.name)
         else:
-            path.write_text(text, encoding="utf-8")
+            _write(path, text)
             print(f"wrote {path.name}")
     if args.command == "check":
         stale += [
@@ -313,7 +313,7 @@ def _new(pack: Pack, args: argparse.Namespace) -> int:
         with _written(made):  # and nothing is left half-made where a release cannot be recorded
             locks = [_recorded(Pack(pack.root), name, tree) for name, tree in trees.items()]
     for path, text in locks:
-        path.write_text(text, encoding="utf-8")
+        _write(path, text)
     for path in (*made, *(path for path, _ in locks)):
         print(f"wrote {path.relative_to(pack.root)}")
     print("next: write the test and the codemod, then `python3 fixes/dev.py record` and `docs`;")
@@ -337,8 +337,7 @@ def _written(files: Mapping[Path, str]) -> Iterator[None]:
     before = {path: path.read_bytes() if path.exists() else None for path in files}
     try:
         for path, text in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            _write(path, text)
         yield
     except BaseException:
         for path, data in before.items():
